@@ -6,13 +6,13 @@ import msgspec
 
 from arriero.schemas.event import DeadRecord, Event
 from arriero.schemas.state import JobState
-from arriero.schemas.token import End, Frame, Look, Message, StreamEnd
+from arriero.schemas.token import Message, StreamEnd
 from arriero.schemas.worker import WorkerInfo
 
 _encoder = msgspec.json.Encoder()
-_event = msgspec.json.Decoder(Event)
+_event: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
 _state = msgspec.json.Decoder(JobState)
-_message = msgspec.json.Decoder(Frame | End | Look)
+_message: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
 _end = msgspec.json.Decoder(StreamEnd)
 _worker = msgspec.json.Decoder(WorkerInfo)
 _dead = msgspec.json.Decoder(DeadRecord)

@@ -80,7 +80,9 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tenant: str = "default"
     model: str = ""
     root: str = ""
-    """Origin of the job's first record; set by the first event only."""
+    """Origin of the job's first record. A guess until the first owner's event says it."""
+    owned: bool = False
+    """Whether an owner's event has been folded in: `root` and `digest` are certain."""
     digest: str = ""
     record: Origin | None = None
     batch: BatchRef | None = None
@@ -176,18 +178,18 @@ def fold(state: JobState | None, event: Event, partition: int, offset: int) -> J
 
 
 def _owned(state: JobState, event: OwnerEvent) -> dict[str, object]:
-    """What any of an owner's events tells of the job, kept from the first that does."""
-    changes: dict[str, object] = {}
-    if isinstance(event, Duplicate):
-        return changes  # speaks of another record than the job's own
-    if state.offset < 0 or not state.root:
-        # A queued state guessed the root from the record that was read first; the first event decides.
-        changes |= {"root": event.root, "record": event.origin, "queued_ms": event.origin.time_ms}
-        changes |= {"priority": event.priority or state.priority, "tenant": event.tenant}
-        digest = getattr(event, "digest", "")
-        if digest:
-            changes["digest"] = digest
-    return changes
+    """What the first owner's event says of the job; only it can know which record came first."""
+    if state.owned or isinstance(event, Duplicate):  # a Duplicate speaks of another record
+        return {}
+    return {
+        "owned": True,
+        "root": event.root,
+        "record": event.origin,
+        "queued_ms": event.origin.time_ms,
+        "priority": event.priority or state.priority,
+        "tenant": event.tenant,
+        "digest": getattr(event, "digest", "") or state.digest,
+    }
 
 
 def _ended(event: Terminal, offset: int) -> dict[str, object]:

@@ -1,0 +1,36 @@
+"""Fixtures for every tier of tests."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from arriero.schemas.clock import SystemClock
+from arriero.schemas.names import Names
+
+
+@pytest.fixture
+def clock() -> SystemClock:
+    return SystemClock()
+
+
+@pytest.fixture
+def rng() -> random.Random:
+    return random.Random(7)
+
+
+@pytest.fixture
+def names() -> Iterator[Names]:
+    """A namespace of this test alone, so that tests share brokers without meeting."""
+    yield Names(f"t{random.SystemRandom().getrandbits(48):x}")
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,369 @@
+"""The scheduler: which sequences hold a slot, and which of their tokens go into the next step.
+
+Pure data in, plan out: no I/O, no thread, and the time is handed in. The policy, in the order in which `plan`
+applies it:
+
+1. What was cancelled, or whose deadline has passed, goes: waiting, in its prefill or decoding.
+2. Admission by class, in a class by deadline, then by arrival. A sequence is admitted when a slot is free and
+   the cells it can ever need (prompt and longest output) are, so nothing that runs can run out of room. Within
+   a class the order is strict: who comes later does not slip past a head that needs more cells than are free,
+   and so the head is never starved. A lower class may fill what the head of a higher one leaves, because
+3. a head that finds no room takes it from running sequences of lower classes: the lowest class first, in it
+   the one admitted last, and only as many as it needs, and only when that is enough. What is preempted keeps its
+   tokens and waits again at its old place; they are prefilled anew.
+4. The step: one token of every decoding sequence, then chunks of prompts in the order of admission. While
+   anything decodes, a step carries at most `chunk_tokens` of prompts, so that a long prompt does not hold the
+   running streams up; otherwise it may fill the batch.
+
+Idle capacity is left only when no waiting sequence may take it (work conserving up to the strict order in a class).
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import Final, Literal, NamedTuple
+
+import msgspec
+
+from arriero.schemas.errors import BadJob
+from arriero.schemas.event import Stage
+from arriero.schemas.job import CLASSES
+from arriero.schemas.token import Token
+from arriero.workers.engine.seam import Feed, ModelInfo, StepOutcome, StepPlan, Work
+
+CHUNK_TOKENS: Final = 256
+"""Prompt tokens that a step carries beside running streams: what a new prompt may add to their next token's
+wait. Fewer make streams steadier and prompts slower."""
+NEVER: Final = float("inf")
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a loaded model offers, in tokens but `slots`."""
+
+    slots: int
+    n_ctx: int
+    n_ctx_sequence: int
+    n_batch: int
+    chunk_tokens: int = CHUNK_TOKENS
+
+    @staticmethod
+    def of(info: ModelInfo, chunk_tokens: int = CHUNK_TOKENS) -> Limits:
+        return Limits(
+            slots=info.slots,
+            n_ctx=info.n_ctx,
+            n_ctx_sequence=min(info.n_ctx_sequence, info.n_ctx),
+            n_batch=info.n_batch,
+            chunk_tokens=max(1, chunk_tokens),
+        )
+
+    def output_tokens(self, work: Work) -> int:
+        """The longest output of this work: its own limit, or what its prompt leaves of the context."""
+        return min(work.max_tokens, self.n_ctx_sequence - len(work.prompt))
+
+
+class Seat(NamedTuple):
+    """A sequence that gets a slot. `work.resume` ends with what was decoded before a preemption (ids only)."""
+
+    slot: int
+    work: Work
+
+
+class Vacated(NamedTuple):
+    key: int
+    slot: int
+
+
+class Cut(NamedTuple):
+    """A sequence that is over without its own doing; `slot` is -1 when it held none."""
+
+    key: int
+    slot: int
+    kind: Literal["cancelled", "expired"]
+    stage: Stage
+
+
+class Picked(NamedTuple):
+    """A token for a sequence; `full` when it may have no further one."""
+
+    key: int
+    slot: int
+    token: int
+    error: str
+    full: bool
+
+
+class Plan(msgspec.Struct):
+    """One step, and what had to happen before it: first the slots of `ended` and `preempted` are freed, then
+    `admitted` are seated."""
+
+    step: StepPlan
+    admitted: list[Seat]
+    preempted: list[Vacated]
+    ended: list[Cut]
+    decode_tokens: int = 0
+    prefill_tokens: int = 0
+
+
+class _Sequence(msgspec.Struct, eq=False):
+    work: Work
+    rank: tuple[float, float, int]
+    """Place in its class: deadline, arrival, key."""
+    level: int
+    """Index of the class, 0 the most urgent."""
+    tokens: list[int]
+    """Prompt, resumed and decoded tokens."""
+    limit: int
+    """Tokens that it can ever have; so many cells are reserved while it runs."""
+    slot: int = -1
+    done: int = 0
+    """Tokens whose cells are filled."""
+    prefill: int = 0
+    """Tokens that were there at admission: once they are done, it decodes."""
+
+    @property
+    def stage(self) -> Stage:
+        if self.slot < 0:
+            return "queue"
+        return "prefill" if self.done < self.prefill else "decode"
+
+
+class Scheduler:
+    """Holds every sequence from `add` until it is reported in `Plan.ended` or given to `finish`."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self._sequences: dict[int, _Sequence] = {}
+        self._running: dict[int, _Sequence] = {}
+        """By key, in the order of admission."""
+        self._by_slot: list[_Sequence | None] = [None] * limits.slots
+        self._free_slots = list(range(limits.slots))
+        self._free_cells = limits.n_ctx
+        # Heaps may hold what is gone already; entries are checked when they come up.
+        self._waiting: list[list[tuple[float, float, int]]] = [[] for _ in CLASSES]
+        self._deadlines: list[tuple[float, int]] = []
+        self._cancelled: list[int] = []
+        self._step: StepPlan = StepPlan([])
+
+    # --- what is there -------------------------------------------------------------------------------------
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._sequences
+
+    @property
+    def idle(self) -> bool:
+        """Nothing runs and nothing waits."""
+        return not self._sequences
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._sequences) - len(self._running)
+
+    @property
+    def cells_used(self) -> int:
+        return sum(sequence.done for sequence in self._running.values())
+
+    @property
+    def cells_reserved(self) -> int:
+        return self.limits.n_ctx - self._free_cells
+
+    # --- what comes in -------------------------------------------------------------------------------------
+
+    def add(self, work: Work) -> None:
+        """Queue a sequence. Raises BadJob(empty_prompt, prompt_too_long) for one that could never run."""
+        assert work.key not in self._sequences, "a key is never reused"
+        tokens = [*work.prompt, *(token.id for token in work.resume)]
+        if not work.prompt:
+            raise BadJob("the prompt has no tokens", code="empty_prompt")
+        room = self.limits.output_tokens(work)
+        if room <= len(work.resume):
+            raise BadJob(
+                f"the prompt is {len(work.prompt):,} tokens long and leaves no room for output: prompt and output "
+                f"together may take {self.limits.n_ctx_sequence:,}",
+                code="prompt_too_long",
+            )
+        deadline = NEVER if work.deadline is None else work.deadline
+        sequence = _Sequence(
+            work=work,
+            rank=(deadline, work.arrived, work.key),
+            level=CLASSES.index(work.priority),
+            tokens=tokens,
+            limit=len(work.prompt) + room,
+        )
+        self._sequences[work.key] = sequence
+        heapq.heappush(self._waiting[sequence.level], sequence.rank)
+        if deadline != NEVER:
+            heapq.heappush(self._deadlines, (deadline, work.key))
+
+    def cancel(self, key: int) -> None:
+        """End a sequence with the next plan; unknown keys are ignored, for they may just have ended."""
+        if key in self._sequences:
+            self._cancelled.append(key)
+
+    # --- the step ------------------------------------------------------------------------------------------
+
+    def plan(self, now: float) -> Plan:
+        """The next step at monotonic time `now`. With anything left to do it is never empty."""
+        ended = self._cut(now)
+        admitted: list[Seat] = []
+        preempted: dict[int, Vacated] = {}
+        for level, queue in enumerate(self._waiting):
+            while (head := self._head(queue)) is not None:
+                if head.work.key in preempted or not self._make_way(head, level, preempted):
+                    break
+                heapq.heappop(queue)
+                admitted.append(self._seat(head))
+        plan = Plan(StepPlan([]), admitted, list(preempted.values()), ended)
+        self._fill(plan)
+        self._step = plan.step
+        return plan
+
+    def apply(self, outcome: StepOutcome) -> list[Picked]:
+        """Take in what the planned step brought. `no_room` is not for here: see `shed`."""
+        for feed in self._step.feeds:
+            fed = self._by_slot[feed.slot]
+            if fed is not None:
+                fed.done += len(feed.tokens)
+        self._step = StepPlan([])
+        picked: list[Picked] = []
+        for pick in outcome.picks:
+            sequence = self._by_slot[pick.slot]
+            if sequence is None:
+                continue
+            sequence.tokens.append(pick.token)
+            full = len(sequence.tokens) >= sequence.limit
+            picked.append(Picked(sequence.work.key, pick.slot, pick.token, pick.error, full))
+        return picked
+
+    def finish(self, key: int) -> int:
+        """Forget a sequence that has ended; returns the slot it held, -1 for none."""
+        sequence = self._sequences.pop(key)
+        slot = sequence.slot
+        if slot >= 0:
+            self._vacate(sequence)
+        return slot
+
+    def shed(self) -> Vacated | None:
+        """Preempt the least urgent running sequence, because the cache had no room after all.
+
+        None when fewer than two run: then there is nobody to make room for.
+        """
+        self._step = StepPlan([])
+        if len(self._running) < 2:
+            return None
+        victim = self._victims(-1)[0]
+        vacated = Vacated(victim.work.key, victim.slot)
+        self._preempt(victim)
+        return vacated
+
+    def fed_keys(self) -> list[int]:
+        """Who is in the step planned last: whom its failure hits."""
+        fed = (self._by_slot[feed.slot] for feed in self._step.feeds)
+        return [sequence.work.key for sequence in fed if sequence is not None]
+
+    # --- inside --------------------------------------------------------------------------------------------
+
+    def _cut(self, now: float) -> list[Cut]:
+        ended: list[Cut] = []
+        for key in self._cancelled:
+            self._end(key, "cancelled", ended)
+        self._cancelled.clear()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            self._end(heapq.heappop(self._deadlines)[1], "expired", ended)
+        if not self._sequences:
+            self._deadlines.clear()
+            for queue in self._waiting:
+                queue.clear()
+        return ended
+
+    def _end(self, key: int, kind: Literal["cancelled", "expired"], ended: list[Cut]) -> None:
+        sequence = self._sequences.get(key)
+        if sequence is None:
+            return
+        stage = sequence.stage
+        ended.append(Cut(key, self.finish(key), kind, stage))
+
+    def _head(self, queue: list[tuple[float, float, int]]) -> _Sequence | None:
+        while queue:
+            sequence = self._sequences.get(queue[0][2])
+            if sequence is not None:
+                return sequence
+            heapq.heappop(queue)
+        return None
+
+    def _fits(self, sequence: _Sequence, slots: int, cells: int) -> bool:
+        return slots > 0 and sequence.limit <= cells
+
+    def _make_way(self, head: _Sequence, level: int, preempted: dict[int, Vacated]) -> bool:
+        """Whether `head` has room now; lower classes are preempted for it where that is enough."""
+        slots, cells = len(self._free_slots), self._free_cells
+        if self._fits(head, slots, cells):
+            return True
+        victims: list[_Sequence] = []
+        for victim in self._victims(level):
+            victims.append(victim)
+            slots, cells = slots + 1, cells + victim.limit
+            if self._fits(head, slots, cells):
+                break
+        else:
+            return False
+        for victim in victims:
+            if self._fits(head, slots - 1, cells - victim.limit):
+                slots, cells = slots - 1, cells - victim.limit  # a later and larger one made it needless
+                continue
+            preempted[victim.work.key] = Vacated(victim.work.key, victim.slot)
+            self._preempt(victim)
+        return True
+
+    def _victims(self, level: int) -> list[_Sequence]:
+        """Running sequences of classes below `level`, whom to take first coming first."""
+        lower = [sequence for sequence in reversed(self._running.values()) if sequence.level > level]
+        lower.sort(key=lambda sequence: -sequence.level)
+        return lower
+
+    def _preempt(self, victim: _Sequence) -> None:
+        self._vacate(victim)
+        decoded = victim.tokens[len(victim.work.prompt) + len(victim.work.resume) :]
+        resume = [*victim.work.resume, *(Token(token, "") for token in decoded)]
+        victim.work = msgspec.structs.replace(victim.work, resume=resume)
+        heapq.heappush(self._waiting[victim.level], victim.rank)
+
+    def _vacate(self, sequence: _Sequence) -> None:
+        del self._running[sequence.work.key]
+        self._by_slot[sequence.slot] = None
+        self._free_slots.append(sequence.slot)
+        self._free_cells += sequence.limit
+        sequence.slot, sequence.done = -1, 0
+
+    def _seat(self, sequence: _Sequence) -> Seat:
+        sequence.slot = self._free_slots.pop()
+        sequence.prefill = len(sequence.tokens)
+        self._free_cells -= sequence.limit
+        self._by_slot[sequence.slot] = sequence
+        self._running[sequence.work.key] = sequence
+        return Seat(sequence.slot, sequence.work)
+
+    def _fill(self, plan: Plan) -> None:
+        """Decode tokens first, then prompt chunks while the budget lasts."""
+        feeds = plan.step.feeds
+        prefills: list[_Sequence] = []
+        for sequence in self._running.values():
+            if sequence.done < sequence.prefill:
+                prefills.append(sequence)
+            else:
+                feeds.append(Feed(sequence.slot, sequence.done, sequence.tokens[sequence.done :], True))
+        plan.decode_tokens = len(feeds)
+        budget = self.limits.n_batch - len(feeds)
+        if feeds:
+            budget = min(budget, self.limits.chunk_tokens)
+        for sequence in sorted(prefills, key=lambda one: (one.level, one.rank)):
+            chunk = sequence.tokens[sequence.done : min(sequence.prefill, sequence.done + budget)]
+            if not chunk:
+                break
+            last = sequence.done + len(chunk) == sequence.prefill
+            feeds.append(Feed(sequence.slot, sequence.done, chunk, last))
+            plan.prefill_tokens += len(chunk)
+            budget -= len(chunk)
