@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import socket
-from collections.abc import Iterator
 
 import pytest
 
@@ -23,9 +22,9 @@ def rng() -> random.Random:
 
 
 @pytest.fixture
-def names() -> Iterator[Names]:
+def names() -> Names:
     """A namespace of this test alone, so that tests share brokers without meeting."""
-    yield Names(f"t{random.SystemRandom().getrandbits(48):x}")
+    return Names(f"t{random.SystemRandom().getrandbits(48):x}")
 
 
 @pytest.fixture
