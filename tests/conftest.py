@@ -6,9 +6,14 @@ import random
 import socket
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from arriero.schemas.clock import SystemClock
 from arriero.schemas.names import Names
+
+# A busy machine must not fail a property by being slow.
+settings.register_profile("arriero", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("arriero")
 
 
 @pytest.fixture
