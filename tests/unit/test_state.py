@@ -36,14 +36,6 @@ OUTPUT = Output([Token(5, "a"), Token(6, "")], "é", "1.9@0")
 def owned(kind: type[Any], **fields: Any) -> Any:
     base: dict[str, Any] = {"id": "a", "time_ms": 2_000, "attempt": 1, "worker": "w", "fence": 9}
     base |= {"root": str(ORIGIN), "origin": ORIGIN}
-        "id": "a",
-        "time_ms": 2_000,
-        "attempt": 1,
-        "root": str(ORIGIN),
-        "origin": ORIGIN,
-        "worker": "w",
-        "fence": 9,
-    }
     return kind(**(base | fields))
 
 
