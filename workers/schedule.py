@@ -168,7 +168,7 @@ class Scheduler:
 
     @property
     def cells_reserved(self) -> int:
-        return self.limits.n_ctx - self._free_cells
+        return sum(sequence.limit for sequence in self._running.values())
 
     # --- what comes in -------------------------------------------------------------------------------------
 
@@ -249,14 +249,15 @@ class Scheduler:
     def shed(self) -> Vacated | None:
         """Preempt the least urgent running sequence, because the cache had no room after all.
 
-        None when fewer than two run: then there is nobody to make room for.
+        Until nothing runs the cache counts as no larger than what is reserved now: else the same sequence came
+        back at once. None when fewer than two run: then there is nobody to make room for.
         """
-        self._step = StepPlan([])
         if len(self._running) < 2:
             return None
         victim = self._victims(-1)[0]
         vacated = Vacated(victim.work.key, victim.slot)
         self._preempt(victim)
+        self._free_cells = 0
         return vacated
 
     def fed_keys(self) -> list[int]:
@@ -335,7 +336,7 @@ class Scheduler:
         del self._running[sequence.work.key]
         self._by_slot[sequence.slot] = None
         self._free_slots.append(sequence.slot)
-        self._free_cells += sequence.limit
+        self._free_cells = self._free_cells + sequence.limit if self._running else self.limits.n_ctx
         sequence.slot, sequence.done = -1, 0
 
     def _seat(self, sequence: _Sequence) -> Seat:

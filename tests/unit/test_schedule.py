@@ -1,0 +1,331 @@
+"""The scheduler: its promises under any sequence of events, and its policy by example."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from arriero.schemas.errors import BadJob
+from arriero.schemas.job import CLASSES, Sampling
+from arriero.schemas.token import Token
+from arriero.workers.engine.seam import Pick, StepOutcome, Work
+from arriero.workers.schedule import Limits, Plan, Scheduler
+
+LIMITS = Limits(slots=3, n_ctx=60, n_ctx_sequence=40, n_batch=16, chunk_tokens=4)
+
+
+def work(key: int, prompt: int = 4, max_tokens: int = 4, **changes: Any) -> Work:
+    fields: dict[str, Any] = {"prompt": list(range(prompt)), "sampling": Sampling(), "seed": 0, "arrived": float(key)}
+    return Work(key=key, max_tokens=max_tokens, **{**fields, **changes})
+
+
+def run(scheduler: Scheduler, now: float = 0.0) -> Plan:
+    """One step in which every sequence that wants a token gets 7."""
+    plan = scheduler.plan(now)
+    picks = [Pick(feed.slot, 7) for feed in plan.step.feeds if feed.pick]
+    for picked in scheduler.apply(StepOutcome(picks)):
+        if picked.full:
+            scheduler.finish(picked.key)
+    return plan
+
+
+def admitted(plan: Plan) -> list[int]:
+    return [seat.work.key for seat in plan.admitted]
+
+
+def test_a_class_goes_before_deadline_and_deadline_before_arrival() -> None:
+    scheduler = Scheduler(Limits(slots=5, n_ctx=1000, n_ctx_sequence=40, n_batch=16))
+    scheduler.add(work(1, priority="batch", deadline=1.0))
+    scheduler.add(work(2, priority="standard"))
+    scheduler.add(work(3, priority="standard", deadline=9.0))
+    scheduler.add(work(4, priority="interactive", arrived=20.0))
+    scheduler.add(work(5, priority="interactive", arrived=10.0))
+    assert admitted(scheduler.plan(0.0)) == [5, 4, 3, 2, 1]
+
+
+def test_decode_tokens_come_first_and_prompts_share_a_budget() -> None:
+    scheduler = Scheduler(LIMITS)
+    scheduler.add(work(1, prompt=4, max_tokens=10))
+    run(scheduler)
+    scheduler.add(work(2, prompt=10))
+    plan = run(scheduler)
+    assert [len(feed.tokens) for feed in plan.step.feeds] == [1, 4]
+    assert (plan.decode_tokens, plan.prefill_tokens) == (1, 4)
+    assert not plan.step.feeds[1].pick
+    run(scheduler)
+    last = run(scheduler)
+    assert (last.step.feeds[1].position, last.step.feeds[1].tokens) == (8, [8, 9])
+    assert last.step.feeds[1].pick
+
+
+def test_without_running_streams_a_prompt_may_fill_the_batch() -> None:
+    scheduler = Scheduler(LIMITS)
+    scheduler.add(work(1, prompt=30))
+    assert len(run(scheduler).step.feeds[0].tokens) == 16
+
+
+def test_later_work_of_a_class_does_not_slip_past_its_head() -> None:
+    scheduler = Scheduler(LIMITS)
+    scheduler.add(work(1, prompt=30, max_tokens=10))
+    scheduler.add(work(2, prompt=30, max_tokens=10))
+    scheduler.add(work(3))
+    assert admitted(scheduler.plan(0.0)) == [1]
+
+
+def test_a_lower_class_may_fill_what_the_head_of_a_higher_one_leaves() -> None:
+    scheduler = Scheduler(LIMITS)
+    scheduler.add(work(1, prompt=30, max_tokens=10))
+    scheduler.add(work(2, prompt=30, max_tokens=10))
+    scheduler.add(work(3, priority="batch"))
+    assert admitted(scheduler.plan(0.0)) == [1, 3]
+
+
+def test_urgent_work_takes_no_more_than_it_needs_from_the_lowest_class() -> None:
+    scheduler = Scheduler(LIMITS)
+    scheduler.add(work(1, prompt=20, max_tokens=10, priority="standard"))
+    scheduler.add(work(2, prompt=5, max_tokens=5, priority="batch"))
+    scheduler.add(work(3, prompt=10, max_tokens=10, priority="batch"))
+    run(scheduler)
+    scheduler.add(work(4, prompt=10, max_tokens=10, priority="interactive"))
+    plan = scheduler.plan(0.0)
+    assert [vacated.key for vacated in plan.preempted] == [3]
+    assert admitted(plan) == [4]
+
+
+def test_nobody_is_preempted_when_it_would_not_be_enough() -> None:
+    scheduler = Scheduler(LIMITS)
+    scheduler.add(work(1, prompt=25, max_tokens=10, priority="interactive"))
+    scheduler.add(work(2, priority="batch"))
+    scheduler.add(work(3, prompt=30, max_tokens=10, priority="interactive"))
+    plan = scheduler.plan(0.0)
+    assert (admitted(plan), plan.preempted) == ([1, 2], [])
+    assert scheduler.plan(0.0).preempted == []
+
+
+def test_a_class_does_not_preempt_itself() -> None:
+    scheduler = Scheduler(Limits(slots=1, n_ctx=100, n_ctx_sequence=100, n_batch=16))
+    scheduler.add(work(1, priority="standard"))
+    run(scheduler)
+    scheduler.add(work(2, priority="standard", deadline=1.0))
+    assert scheduler.plan(0.0).preempted == []
+
+
+def test_the_preempted_keeps_its_tokens() -> None:
+    scheduler = Scheduler(Limits(slots=1, n_ctx=100, n_ctx_sequence=100, n_batch=16))
+    scheduler.add(work(1, prompt=3, max_tokens=9, priority="batch", resume=[Token(5, "x")]))
+    run(scheduler)
+    run(scheduler)
+    scheduler.add(work(2, max_tokens=1, priority="standard"))
+    run(scheduler)
+    plan = scheduler.plan(0.0)
+    assert [token.id for token in plan.admitted[0].work.resume] == [5, 7, 7]
+    assert list(plan.step.feeds[0].tokens) == [0, 1, 2, 5, 7, 7]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_an_expired_sequence_ends_where_it_is(steps: int) -> None:
+    scheduler = Scheduler(Limits(slots=1, n_ctx=100, n_ctx_sequence=100, n_batch=4))
+    if steps == 0:
+        scheduler.add(work(1, max_tokens=50))
+        run(scheduler)
+    scheduler.add(work(2, prompt=8, max_tokens=50, deadline=5.0))
+    for _ in range(steps):
+        run(scheduler)
+    (cut,) = scheduler.plan(5.0).ended
+    assert (cut.key, cut.kind, cut.stage) == (2, "expired", {0: "queue", 1: "prefill", 3: "decode"}[steps])
+
+
+def test_work_that_can_never_run_is_refused() -> None:
+    scheduler = Scheduler(LIMITS)
+    for bad, code in ((work(1, prompt=0), "empty_prompt"), (work(2, prompt=40), "prompt_too_long")):
+        with pytest.raises(BadJob) as caught:
+            scheduler.add(bad)
+        assert caught.value.code == code
+    assert scheduler.idle
+
+
+def test_a_cache_that_turned_out_smaller_is_trusted_again_when_nothing_runs() -> None:
+    scheduler = Scheduler(LIMITS)
+    scheduler.add(work(1))
+    scheduler.add(work(2))
+    scheduler.plan(0.0)
+    vacated = scheduler.shed()
+    assert vacated is not None
+    assert vacated.key == 2
+    assert admitted(scheduler.plan(0.0)) == []
+    scheduler.finish(1)
+    assert admitted(scheduler.plan(0.0)) == [2]
+
+
+sizes = st.integers(1, 39)
+
+
+class Machine(RuleBasedStateMachine):
+    """Anything may come, be cancelled, expire, end early or meet a full cache between any two steps."""
+
+    @initialize(
+        slots=st.integers(1, 4), n_ctx=st.integers(40, 120), n_batch=st.integers(4, 24), chunk=st.integers(1, 8)
+    )
+    def start(self, slots: int, n_ctx: int, n_batch: int, chunk: int) -> None:
+        self.limits = Limits(slots=slots, n_ctx=n_ctx, n_ctx_sequence=40, n_batch=n_batch, chunk_tokens=chunk)
+        self.scheduler = Scheduler(self.limits)
+        self.alive: dict[int, Work] = {}
+        self.ended: set[int] = set()
+        self.seated: dict[int, int] = {}  # slot -> key, as a backend sees it
+        self.cells: dict[int, int] = {}  # slot -> cells filled
+        self.outputs: dict[int, int] = {}
+        self.cancelled: set[int] = set()
+        self.now = 0.0
+        self.next_key = 0
+
+    @rule(
+        prompt=sizes,
+        max_tokens=sizes,
+        priority=st.sampled_from(CLASSES),
+        deadline=st.none() | st.integers(0, 30),
+        resume=st.integers(0, 3),
+    )
+    def add(self, prompt: int, max_tokens: int, priority: str, deadline: int | None, resume: int) -> None:
+        self.next_key += 1
+        room = min(max_tokens, 40 - prompt)
+        new = work(
+            self.next_key,
+            prompt,
+            max_tokens,
+            priority=priority,
+            deadline=None if deadline is None else self.now + deadline,
+            resume=[Token(9, "")] * min(resume, room - 1),
+        )
+        self.scheduler.add(new)
+        self.alive[new.key] = new
+        self.outputs[new.key] = len(new.resume)
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.alive)))
+        self.scheduler.cancel(key)
+        self.cancelled.add(key)
+
+    @rule(ahead=st.integers(1, 5))
+    def wait(self, ahead: int) -> None:
+        self.now += ahead
+
+    @rule(data=st.data(), full_cache=st.sampled_from([False, False, False, True]))
+    def step(self, data: st.DataObject, full_cache: bool) -> None:
+        plan = self.scheduler.plan(self.now)
+        self._arrange(plan)
+        feeds = plan.step.feeds
+        assert bool(feeds) == bool(self.alive), "with anything left a step does something"
+        assert sum(len(feed.tokens) for feed in feeds) <= self.limits.n_batch
+        assert len({feed.slot for feed in feeds}) == len(feeds)
+        if any(len(feed.tokens) == 1 and feed.position > 0 and feed.pick for feed in feeds) and plan.decode_tokens:
+            assert plan.prefill_tokens <= self.limits.chunk_tokens
+        for feed in feeds:
+            assert feed.position == self.cells[feed.slot], "positions go on without a gap"
+        if full_cache and len(feeds) > 1:
+            vacated = self.scheduler.shed()
+            assert vacated is not None
+            self._leave(vacated.slot, vacated.key)
+            return
+        for feed in feeds:
+            self.cells[feed.slot] += len(feed.tokens)
+        picked = self.scheduler.apply(StepOutcome([Pick(feed.slot, 1) for feed in feeds if feed.pick]))
+        for one in picked:
+            assert self.seated[one.slot] == one.key
+            self.outputs[one.key] += 1
+            longest = self.limits.output_tokens(self.alive[one.key])
+            assert one.full == (self.outputs[one.key] == longest)
+            if one.full or data.draw(st.integers(0, 9)) == 0:
+                self._leave(self.scheduler.finish(one.key), one.key)
+                self._end(one.key)
+
+    def _arrange(self, plan: Plan) -> None:
+        for cut in plan.ended:
+            if cut.slot >= 0:
+                self._leave(cut.slot, cut.key)
+            if cut.kind == "cancelled":
+                assert cut.key in self.cancelled
+            else:
+                deadline = self.alive[cut.key].deadline
+                assert deadline is not None
+                assert deadline <= self.now
+            self._end(cut.key)
+        assert not self.cancelled & set(self.alive), "a cancelled sequence is gone with the next plan"
+        assert all(one.deadline is None or one.deadline > self.now for one in self.alive.values())
+        for vacated in plan.preempted:
+            self._leave(vacated.slot, vacated.key)
+        for slot, admitted_work in plan.admitted:
+            assert slot not in self.seated
+            assert len(admitted_work.resume) == self.outputs[admitted_work.key]
+            self.seated[slot] = admitted_work.key
+            self.cells[slot] = 0
+        if plan.preempted:
+            highest = min(CLASSES.index(seat.work.priority) for seat in plan.admitted)
+            assert all(CLASSES.index(self.alive[one.key].priority) > highest for one in plan.preempted)
+
+    def _leave(self, slot: int, key: int) -> None:
+        assert self.seated.pop(slot) == key
+        del self.cells[slot]
+
+    def _end(self, key: int) -> None:
+        assert key not in self.ended, "a key ends once"
+        self.ended.add(key)
+        del self.alive[key]
+
+    @invariant()
+    def nothing_overcommits(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        assert len(self.seated) <= self.limits.slots
+        assert sum(self.cells.values()) == self.scheduler.cells_used
+        assert self.scheduler.cells_used <= self.scheduler.cells_reserved <= self.limits.n_ctx
+
+    @invariant()
+    def no_key_is_lost(self) -> None:
+        if hasattr(self, "scheduler"):
+            assert all(key in self.scheduler for key in self.alive)
+            assert self.scheduler.running + self.scheduler.waiting == len(self.alive)
+            assert self.scheduler.running == len(self.seated)
+
+    def teardown(self) -> None:
+        """Whatever happened, everything left ends."""
+        for _ in range(10_000):
+            plan = self.scheduler.plan(self.now)
+            self._arrange(plan)
+            if not self.alive:
+                break
+            for feed in plan.step.feeds:
+                self.cells[feed.slot] += len(feed.tokens)
+            for one in self.scheduler.apply(StepOutcome([Pick(feed.slot, 1) for feed in plan.step.feeds if feed.pick])):
+                self.outputs[one.key] += 1
+                if one.full:
+                    self._leave(self.scheduler.finish(one.key), one.key)
+                    self._end(one.key)
+        assert self.scheduler.idle
+        assert self.ended == set(range(1, self.next_key + 1))
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(sizes, sizes, st.sampled_from(CLASSES)), min_size=1, max_size=12))
+def test_a_waiting_sequence_waits_for_a_reason(jobs: list[tuple[int, int, Any]]) -> None:
+    """Work conserving: after a plan the first waiting sequence of each class finds no slot or too few cells."""
+    scheduler = Scheduler(LIMITS)
+    by_key = {}
+    for key, (prompt, max_tokens, priority) in enumerate(jobs):
+        by_key[key] = work(key, prompt, max_tokens, priority=priority)
+        scheduler.add(by_key[key])
+    seated = admitted(scheduler.plan(0.0))
+    free = LIMITS.n_ctx - sum(len(by_key[key].prompt) + LIMITS.output_tokens(by_key[key]) for key in seated)
+    for priority in CLASSES:
+        waiting = [one for key, one in by_key.items() if one.priority == priority and key not in seated]
+        if waiting and len(seated) < LIMITS.slots:
+            assert len(waiting[0].prompt) + LIMITS.output_tokens(waiting[0]) > free

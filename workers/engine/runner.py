@@ -1,0 +1,420 @@
+"""The engine thread: it owns the backend, and nobody else touches it.
+
+    submit, cancel ──▶ commands ──▶ [ drain ▸ plan ▸ seat ▸ step ▸ text and limits ] ──▶ on_step (event loop)
+
+One turn of the thread is one step, and one `call_soon_threadsafe` hands over all that it did. With nothing to do
+the thread sleeps on its queue. `prepare` runs beside it on threads of its own, because a long prompt takes long to
+tokenise and must not hold up what is decoding.
+
+An error that belongs to one sequence ends that sequence; one that belongs to a step ends the sequences in
+it; anything else ends the thread, and `died` says so: the process should then go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import TracebackType
+from typing import Any, Final, Literal
+
+import structlog
+
+from arriero.schemas.clock import Clock
+from arriero.schemas.errors import ArrieroError, BadJob, EngineError, ModelError
+from arriero.schemas.event import Stage
+from arriero.schemas.job import Job
+from arriero.schemas.token import FinishReason, Token
+from arriero.workers.engine.seam import (
+    Backend,
+    Ending,
+    ModelInfo,
+    StepOutcome,
+    StepReport,
+    StepTimings,
+    Update,
+    Work,
+)
+from arriero.workers.engine.text import SequenceText
+from arriero.workers.schedule import CHUNK_TOKENS, Limits, Picked, Plan, Scheduler
+
+log = structlog.get_logger(__name__)
+
+REPORTS_AHEAD: Final = 16
+"""Steps that the thread may be ahead of the event loop. A loop that stalls longer holds decoding up, rather than
+letting reports pile up without bound."""
+PREPARE_STACK_BYTES: Final = 64 << 20
+"""Stack of a preparing thread (virtual memory): some tokenisers recurse over long runs of one kind of
+character and overflow the usual 8 MiB."""
+
+EndingKind = Literal["finished", "cancelled", "expired", "failed"]
+
+
+class EngineRunner:
+    """One loaded model behind a thread.
+
+    `load` makes the backend, in the thread. `on_step` is called in the event loop, in order, never after `close`.
+    `prepare_threads=0` prepares in the event loop: for backends whose `prepare` is cheap.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], Backend],
+        on_step: Callable[[StepReport], None],
+        clock: Clock,
+        *,
+        chunk_tokens: int = CHUNK_TOKENS,
+        prepare_threads: int = 2,
+    ) -> None:
+        self._load = load
+        self._on_step = on_step
+        self._clock = clock
+        self._chunk_tokens = chunk_tokens
+        self._prepare_threads = prepare_threads
+        self._commands: queue.SimpleQueue[Work | int | None] = queue.SimpleQueue()
+        """A Work to submit, a key to cancel, None to stop."""
+        self._ahead = threading.Semaphore(REPORTS_AHEAD)
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._backend: Backend | None = None
+        self._info: ModelInfo | None = None
+
+    async def __aenter__(self) -> EngineRunner:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def start(self) -> ModelInfo:
+        """Start the thread and load the model in it. Raises ModelError."""
+        self._loop = asyncio.get_running_loop()
+        self.died: asyncio.Future[BaseException] = self._loop.create_future()
+        """Done when the thread has ended without being asked to; its result is why."""
+        loaded: asyncio.Future[Backend] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._main, args=(loaded,), name="engine", daemon=True)
+        self._thread.start()
+        try:
+            self._backend = await loaded
+            if self._prepare_threads:
+                self._pool = _start_pool(self._prepare_threads)
+        except BaseException:
+            await self.close()
+            raise
+        self._info = self._backend.info
+        return self._info
+
+    @property
+    def info(self) -> ModelInfo:
+        """The loaded model; only after `start`."""
+        assert self._info is not None, "the engine has not been started"
+        return self._info
+
+    async def prepare(self, job: Job) -> list[int]:
+        """The job's prompt as token ids. Raises BadJob (prompt_too_long, empty_prompt, bad_template)."""
+        assert self._backend is not None, "the engine has not been started"
+        if self._pool is None:
+            return self._backend.prepare(job)
+        return await self._loop.run_in_executor(self._pool, self._backend.prepare, job)
+
+    def submit(self, work: Work) -> None:
+        """Queue a sequence; it ends with exactly one Update that carries an Ending, unless the runner closes."""
+        self._commands.put(work)
+
+    def cancel(self, key: int) -> None:
+        """End a sequence before the next step. Unknown and ended keys are ignored."""
+        self._commands.put(key)
+
+    async def close(self) -> None:
+        """Stop after the running step and free the model. Sequences that still run get no Ending."""
+        if self._thread is None:
+            return
+        if self._pool is not None:
+            # First, for a prompt in the tokeniser still needs the model.
+            stopping = partial(self._pool.shutdown, wait=True, cancel_futures=True)
+            await asyncio.shield(self._loop.run_in_executor(None, stopping))
+        self._closing = True
+        self._commands.put(None)
+        await asyncio.shield(self._loop.run_in_executor(None, self._thread.join))
+        self._thread = None
+
+    # --- the event loop's end ------------------------------------------------------------------------------
+
+    def _deliver(self, report: StepReport) -> None:
+        self._ahead.release()
+        if not self._closing:
+            self._on_step(report)
+
+    # --- the thread ----------------------------------------------------------------------------------------
+
+    def _main(self, loaded: asyncio.Future[Backend]) -> None:
+        try:
+            backend = self._load()
+        except BaseException as error:
+            failure = error if isinstance(error, ModelError) else _model_error(error)
+            self._call(_reject, loaded, failure)
+            return
+        try:
+            turns = _Turns(backend, self._clock, self._chunk_tokens)
+            self._call(_resolve, loaded, backend)
+            while self._drain(turns):
+                report = turns.turn()
+                if report is not None:
+                    self._hand_over(report)
+            backend.close()
+        except BaseException as error:  # told to the loop, which ends the process; nothing is worth freeing any more
+            log.error("engine_thread_died", error=str(error), kind=type(error).__name__, exc_info=True)
+            self._call(_resolve, self.died, error)
+
+    def _drain(self, turns: _Turns) -> bool:
+        """Take in what is queued, and wait for it when there is nothing else to do; False to stop."""
+        block = turns.idle
+        while True:
+            try:
+                command = self._commands.get(block)
+            except queue.Empty:
+                break
+            if block:
+                turns.wake()
+                block = False
+            if command is None:
+                return False
+            if isinstance(command, int):
+                turns.cancel(command)
+            else:
+                turns.submit(command)
+        return not self._closing
+
+    def _hand_over(self, report: StepReport) -> None:
+        while not self._ahead.acquire(timeout=1.0):
+            if self._closing:
+                return
+        self._call(self._deliver, report)
+
+    def _call(self, callback: Callable[..., None], *args: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:
+            self._closing = True  # the loop is closed; nobody is left to tell
+
+
+class _Sequence:
+    """What the thread keeps of a sequence beside the scheduler: its text. It outlives preemptions."""
+
+    __slots__ = ("started", "text")
+
+    def __init__(self, text: SequenceText) -> None:
+        self.text = text
+        self.started = False
+
+
+class _Turns:
+    """One turn after the other, without threads and queues."""
+
+    def __init__(self, backend: Backend, clock: Clock, chunk_tokens: int) -> None:
+        self._backend = backend
+        self._now = clock.monotonic
+        self._limits = Limits.of(backend.info, chunk_tokens)
+        self._scheduler = Scheduler(self._limits)
+        self._sequences: dict[int, _Sequence] = {}
+        self._updates: dict[int, Update] = {}
+        self._since = self._now()
+        """When the turn began."""
+
+    @property
+    def idle(self) -> bool:
+        return self._scheduler.idle and not self._updates
+
+    def wake(self) -> None:
+        """The turn begins now: waiting for work is not part of it."""
+        self._since = self._now()
+
+    def submit(self, work: Work) -> None:
+        sequence = self._sequences[work.key] = _Sequence(SequenceText(work.stop))
+        try:
+            if work.resume:
+                sequence.text.replay(self._backend.piece(token.id) for token in work.resume)
+                if sequence.text.stopped:
+                    self._close(work.key, "finished", reason="stop")
+                    return
+                if len(work.resume) >= self._limits.output_tokens(work) > 0:
+                    self._close(work.key, "finished", reason="length")
+                    return
+            self._scheduler.add(work)
+        except ArrieroError as error:
+            self._fail(work.key, error, "queue")
+        except Exception as error:
+            self._fail(work.key, _engine_error(error), "queue")
+
+    def cancel(self, key: int) -> None:
+        self._scheduler.cancel(key)
+
+    def turn(self) -> StepReport | None:
+        """Plan and run one step, and say what it did; None when it did nothing."""
+        scheduler = self._scheduler
+        plan = scheduler.plan(self._since)
+        self._arrange(plan)
+        outcome = StepOutcome([])
+        timings = StepTimings()
+        if plan.step.feeds:
+            try:
+                outcome = self._backend.step(plan.step)
+            except EngineError as error:
+                log.warning("step_failed", code=error.code, error=error.message, feeds=len(plan.step.feeds))
+                for key in scheduler.fed_keys():
+                    self._fail(key, error, "decode")
+            else:
+                if outcome.no_room:
+                    self._make_room()
+                else:
+                    timings.decode_tokens, timings.prefill_tokens = plan.decode_tokens, plan.prefill_tokens
+                    for picked in scheduler.apply(outcome):
+                        self._take(picked)
+        updates = list(self._updates.values())
+        self._updates.clear()
+        timings.decode_s, timings.sample_s = outcome.decode_s, outcome.sample_s
+        timings.sequences, timings.waiting = scheduler.running, scheduler.waiting
+        timings.kv_used = scheduler.cells_used
+        now = self._now()
+        timings.rest_s = max(0.0, now - self._since - outcome.decode_s - outcome.sample_s)
+        self._since = now
+        if not updates and not plan.step.feeds:
+            return None
+        return StepReport(updates=updates, timings=timings)
+
+    def _arrange(self, plan: Plan) -> None:
+        """Free slots and seat sequences as planned."""
+        for cut in plan.ended:
+            if cut.slot >= 0:
+                self._backend.end(cut.slot)
+            self._close(cut.key, cut.kind, stage=cut.stage)
+        for vacated in plan.preempted:
+            self._backend.end(vacated.slot)
+            self._update(vacated.key).preempted = True
+        refused: set[int] = set()
+        for slot, work in plan.admitted:
+            try:
+                self._backend.begin(slot, work)
+            except Exception as error:
+                refused.add(slot)
+                self._fail(work.key, error if isinstance(error, ArrieroError) else _engine_error(error), "prefill")
+            else:
+                self._update(work.key).admitted = True
+        if refused:
+            plan.step.feeds[:] = [feed for feed in plan.step.feeds if feed.slot not in refused]
+
+    def _take(self, picked: Picked) -> None:
+        """One picked token: its text, and whether it was the last."""
+        key, token = picked.key, picked.token
+        if picked.error:
+            self._fail(key, EngineError(picked.error), "decode")
+            return
+        if self._backend.is_end(token):
+            self._close(key, "finished", reason="stop")
+            return
+        sequence = self._sequences[key]
+        try:
+            piece = sequence.text.push(self._backend.piece(token))
+        except Exception as error:
+            self._fail(key, _engine_error(error), "decode")
+            return
+        update = self._update(key)
+        update.tokens.append(Token(token, piece))
+        if not sequence.started:
+            sequence.started = update.first_token = True
+        if sequence.text.stopped:
+            self._close(key, "finished", reason="stop")
+        elif picked.full:
+            self._close(key, "finished", reason="length")
+
+    def _make_room(self) -> None:
+        """The cache refused a batch that the reservations allow: give up the least urgent sequence of it."""
+        keys = self._scheduler.fed_keys()
+        vacated = self._scheduler.shed()
+        log.warning("kv_no_room", running=self._scheduler.running, cells_used=self._scheduler.cells_used)
+        if vacated is not None:
+            self._backend.end(vacated.slot)
+            self._update(vacated.key).preempted = True
+            return
+        for key in keys:
+            self._fail(key, EngineError("the KV cache has no room for this sequence"), "decode")
+
+    def _fail(self, key: int, error: ArrieroError, stage: Stage) -> None:
+        retriable = error.retriable and not isinstance(error, BadJob)
+        self._close(key, "failed", stage=stage, code=error.code, error=error.message, retriable=retriable)
+
+    def _close(
+        self,
+        key: int,
+        kind: EndingKind,
+        *,
+        reason: FinishReason | None = None,
+        stage: Stage = "decode",
+        code: str = "",
+        error: str = "",
+        retriable: bool = False,
+    ) -> None:
+        """The sequence is over: free what it holds and note its Ending."""
+        if key in self._scheduler:
+            slot = self._scheduler.finish(key)
+            if slot >= 0:
+                self._backend.end(slot)
+        sequence = self._sequences.pop(key)
+        self._update(key).ending = Ending(
+            kind=kind,
+            finish_reason=reason,
+            tail=sequence.text.tail(),
+            stage=stage,
+            code=code,
+            error=error,
+            retriable=retriable,
+        )
+
+    def _update(self, key: int) -> Update:
+        update = self._updates.get(key)
+        if update is None:
+            update = self._updates[key] = Update(key=key)
+        return update
+
+
+def _engine_error(error: Exception) -> EngineError:
+    log.error("sequence_failed", error=str(error), kind=type(error).__name__, exc_info=True)
+    failure = EngineError(f"the engine failed on this sequence: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
+
+
+def _model_error(error: BaseException) -> ModelError:
+    failure = ModelError(f"the model could not be loaded: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
+
+
+def _resolve(future: asyncio.Future[Any], value: object) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _reject(future: asyncio.Future[Any], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)
+
+
+def _start_pool(threads: int) -> ThreadPoolExecutor:
+    """Threads with a large stack; the size is a setting of the process, so they are all made here and now."""
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="prepare")
+    all_there = threading.Barrier(threads + 1)
+    previous = threading.stack_size(PREPARE_STACK_BYTES)
+    try:
+        for _ in range(threads):
+            pool.submit(all_there.wait)
+    finally:
+        threading.stack_size(previous)
+    all_there.wait()
+    return pool
