@@ -330,8 +330,8 @@ async def test_close_in_mid_generation_stops_the_thread_and_frees_the_model() ->
     async with running(lambda: gate) as (runner, seen):
         runner.submit(await work(runner, 1, "abcdefgh"))
         await entered(gate)
-        gate.go.release()
         closing = asyncio.create_task(runner.close())
+        await asyncio.sleep(0)  # it has asked the thread to stop
         gate.go.release()
         await closing
     assert gate.closed
