@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import random
 import socket
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from arriero.ops import testbed
 from arriero.schemas.clock import SystemClock
 from arriero.schemas.names import Names
 
@@ -38,3 +41,38 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+@pytest.fixture(scope="session")
+def real_pair(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Iterator[testbed.Pair]:
+    """One real Kafka and one real Redis for the whole run, whatever its number of processes.
+
+    ARRIERO_TEST_KAFKA and ARRIERO_TEST_REDIS point at a pair that runs already (`python -m arriero.ops.testbed`
+    starts one); ARRIERO_DEMAND_REAL=1 fails what would be skipped without one.
+    """
+    running = testbed.Pair(os.environ.get("ARRIERO_TEST_KAFKA", ""), os.environ.get("ARRIERO_TEST_REDIS", ""))
+    if all(running):
+        yield running
+        return
+    lacking = testbed.missing()
+    if lacking is not None and os.environ.get("ARRIERO_DEMAND_REAL") == "1":
+        pytest.fail(lacking)
+    if lacking is not None:
+        pytest.skip(lacking)
+    base = tmp_path_factory.getbasetemp()
+    folder = (base if worker_id == "master" else base.parent) / "testbed"
+    folder.mkdir(exist_ok=True)
+    with testbed.share_pair(folder) as pair:
+        yield pair
+
+
+@pytest.fixture(scope="session")
+def kafka_bootstrap(real_pair: testbed.Pair) -> str:
+    """Brokers, `host:port`. Mark the test `real`."""
+    return real_pair.bootstrap
+
+
+@pytest.fixture(scope="session")
+def redis_url(real_pair: testbed.Pair) -> str:
+    """A Redis that other tests use at the same time. Mark the test `real`."""
+    return real_pair.redis_url
