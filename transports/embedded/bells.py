@@ -1,0 +1,131 @@
+"""Wake-ups between processes: one FIFO a process and interest, rung after the writer's COMMIT.
+
+    bells/<interest>/<inode>     a FIFO that its listener keeps open; named by its inode, so no two ever meet
+
+A FIFO whose listener has died refuses to be opened (ENXIO) and is removed by whoever rings. Nothing is polled: an
+idle listener costs nothing. (inotify would fire before a commit is visible; Unix sockets have short paths.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+DRAIN_BYTES: Final = 65_536
+"""A FIFO's whole capacity on Linux: one read empties it, so that a hundred rings wake once."""
+
+
+class Bell:
+    """What a listener hears: a count that grows with each ring.
+
+    Take `count`, look at the data, then `wait(count)`: a ring in between is not missed.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.listeners = 0
+        self._waiters: set[asyncio.Future[None]] = set()
+
+    def strike(self) -> None:
+        """Wake everyone who waits. For the loop's thread only."""
+        self.count += 1
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._waiters.clear()
+
+    async def wait(self, seen: int) -> None:
+        """Returns when the bell has been rung since `count` was `seen`."""
+        while self.count == seen:
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.add(waiter)
+            try:
+                await waiter
+            finally:
+                self._waiters.discard(waiter)
+
+
+class Doorbell:
+    """The bells of one data folder, as one process of it uses them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / "bells"
+        self._listening: dict[str, tuple[Bell, Fifo]] = {}
+
+    def ring(self, interest: str) -> None:
+        """Wake every process that listens for this interest. May be called from any thread."""
+        folder = self._folder / interest
+        try:
+            names = os.listdir(folder)  # noqa: PTH208 - no objects where a commit waits
+        except FileNotFoundError:
+            return
+        for name in names:
+            if name.startswith("."):
+                continue  # its listener has not opened it yet
+            path = f"{folder}/{name}"
+            try:
+                fifo = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+            except OSError as error:
+                if error.errno == errno.ENXIO:
+                    with contextlib.suppress(FileNotFoundError):
+                        Path(path).unlink()
+                continue
+            try:
+                os.write(fifo, b"!")
+            except (BlockingIOError, BrokenPipeError):
+                pass  # full: it has been rung already; broken: its listener died this moment
+            finally:
+                os.close(fifo)
+
+    @contextlib.contextmanager
+    def listen(self, interest: str) -> Iterator[Bell]:
+        """Hear this interest's rings from now on. For the loop's thread; listeners of one process share a FIFO."""
+        loop = asyncio.get_running_loop()
+        if interest not in self._listening:
+            fifo = Fifo(self._folder / interest)
+            bell = Bell()
+            loop.add_reader(fifo.number, _hear, fifo.number, bell)
+            self._listening[interest] = bell, fifo
+        bell, fifo = self._listening[interest]
+        bell.listeners += 1
+        try:
+            yield bell
+        finally:
+            bell.listeners -= 1
+            if not bell.listeners:
+                del self._listening[interest]
+                loop.remove_reader(fifo.number)
+                fifo.close()
+
+
+class Fifo:
+    """A FIFO that lives as long as this process holds it. Opened for both ends, so that it never reads as ended
+    here; its last end closes, for others to see, with `close` or with the process."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for attempt in itertools.count():
+            unready = folder / f".{os.getpid()}-{attempt}"
+            with contextlib.suppress(FileExistsError):
+                os.mkfifo(unready)
+                break
+        self.number = os.open(unready, os.O_RDWR | os.O_NONBLOCK)
+        # Visible under its own name only now that it is open: until then it would be taken for a dead one.
+        self.path = folder / str(os.fstat(self.number).st_ino)
+        unready.rename(self.path)
+
+    def close(self) -> None:
+        self.path.unlink(missing_ok=True)
+        os.close(self.number)
+
+
+def _hear(fifo: int, bell: Bell) -> None:
+    with contextlib.suppress(BlockingIOError):
+        os.read(fifo, DRAIN_BYTES)
+    bell.strike()
