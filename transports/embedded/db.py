@@ -263,11 +263,11 @@ class _Writer:
                 self._discard_after_boot()
             try:
                 self._connection = _connect(db.path, db._durable)
-                (found,) = self._connection.execute("PRAGMA user_version").fetchone()
+                found = self._connection.pragma("user_version")
                 if found == 0:
-                    self._connection.execute(
-                        f"BEGIN IMMEDIATE; {db._schema}; PRAGMA user_version={db._version}; COMMIT"
-                    )
+                    with self._connection:
+                        self._connection.execute(db._schema)
+                        self._connection.pragma("user_version", db._version)
             except apsw.NotADBError as error:
                 raise SetupError(f"{db.path} is not a database: give another data folder, or move it away") from error
             except apsw.Error as error:
