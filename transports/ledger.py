@@ -12,7 +12,7 @@ Gaps and lengths are base 36, the first gap counted from the offset.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 import msgspec
@@ -51,6 +51,23 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     def is_settled(self, offset: int) -> bool:
         return offset < self.offset or any(start <= offset < stop for start, stop in self.settled)
 
+    def unsettled(self, start: int) -> Iterator[tuple[int, int | None]]:
+        """What a claim still has to read from offset `start` on: half-open ranges, the last one without end."""
+        at = max(start, self.offset)
+        for first, stop in self.settled:
+            if at < first:
+                yield at, first
+            at = max(at, stop)
+        yield at, None
+
+    def pending(self, position: int) -> int:
+        """How many offsets before `position` are not settled."""
+        return sum(
+            (position if stop is None else min(stop, position)) - start
+            for start, stop in self.unsettled(0)
+            if start < position
+        )
+
     def settle(self, offsets: Iterable[int]) -> Ledger:
         """The ledger with these records settled too."""
         return self.cover((offset, offset + 1) for offset in offsets)
@@ -78,7 +95,10 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, stamp=stamp)
 
     def encode(self) -> str:
-        """Raises LedgerError when the text would be too long; nothing may be committed then."""
+        """Raises LedgerError when the text would be too long, or the owner unreadable; nothing may be committed
+        then."""
+        if ";" in self.owner:
+            raise LedgerError(f"the owner {self.owner!r} contains a semicolon")
         stamp = f"{_base36(self.stamp.offset)}:{_base36(self.stamp.time_ms)}" if self.stamp else ""
         parts: list[str] = []
         at = self.offset
@@ -107,6 +127,8 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
             settled: list[tuple[int, int]] = []
             at = offset
             for gap, length in zip(numbers[::2], numbers[1::2], strict=True):
+                if gap < 1 or length < 1:
+                    raise ValueError("a gap or range that is empty")
                 settled.append((at + gap, at + gap + length))
                 at += gap + length
             return Ledger(
