@@ -29,7 +29,6 @@ class Bell:
 
     def __init__(self) -> None:
         self.count = 0
-        self.listeners = 0
         self._waiters: set[asyncio.Future[None]] = set()
 
     def strike(self) -> None:
@@ -56,7 +55,7 @@ class Doorbell:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "bells"
-        self._listening: dict[str, tuple[Bell, Fifo]] = {}
+        self._listening: dict[str, tuple[Fifo, set[Bell]]] = {}
 
     def ring(self, interest: str) -> None:
         """Wake every process that listens for this interest. May be called from any thread."""
@@ -84,31 +83,41 @@ class Doorbell:
                 os.close(fifo)
 
     @contextlib.contextmanager
-    def listen(self, interest: str) -> Iterator[Bell]:
-        """Hear this interest's rings from now on. For the loop's thread; listeners of one process share a FIFO."""
-        loop = asyncio.get_running_loop()
-        if interest not in self._listening:
-            fifo = Fifo(self._folder / interest)
-            bell = Bell()
-            loop.add_reader(fifo.number, _hear, fifo.number, bell)
-            self._listening[interest] = bell, fifo
-        bell, fifo = self._listening[interest]
-        bell.listeners += 1
+    def listen(self, *interests: str) -> Iterator[Bell]:
+        """Hear the rings of these interests from now on. For the loop's thread; all listeners of one process share
+        one FIFO an interest."""
+        bell = Bell()
+        for interest in interests:
+            if interest not in self._listening:
+                fifo = Fifo(self._folder / interest)
+                self._listening[interest] = fifo, set()
+                asyncio.get_running_loop().add_reader(fifo.number, self._hear, interest)
+            self._listening[interest][1].add(bell)
         try:
             yield bell
         finally:
-            bell.listeners -= 1
-            if not bell.listeners:
-                del self._listening[interest]
-                loop.remove_reader(fifo.number)
-                fifo.close()
+            for interest in interests:
+                fifo, bells = self._listening[interest]
+                bells.discard(bell)
+                if not bells:
+                    del self._listening[interest]
+                    asyncio.get_running_loop().remove_reader(fifo.number)
+                    fifo.close()
+
+    def _hear(self, interest: str) -> None:
+        fifo, bells = self._listening[interest]
+        with contextlib.suppress(BlockingIOError):
+            os.read(fifo.number, DRAIN_BYTES)
+        for bell in tuple(bells):
+            bell.strike()
 
 
 class Fifo:
     """A FIFO that lives as long as this process holds it. Opened for both ends, so that it never reads as ended
     here; its last end closes, for others to see, with `close` or with the process."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, name: str = "") -> None:
+        """`name`: one that nobody else ever uses; the inode's number when left out."""
         folder.mkdir(parents=True, exist_ok=True)
         for attempt in itertools.count():
             unready = folder / f".{os.getpid()}-{attempt}"
@@ -117,15 +126,9 @@ class Fifo:
                 break
         self.number = os.open(unready, os.O_RDWR | os.O_NONBLOCK)
         # Visible under its own name only now that it is open: until then it would be taken for a dead one.
-        self.path = folder / str(os.fstat(self.number).st_ino)
+        self.path = folder / (name or str(os.fstat(self.number).st_ino))
         unready.rename(self.path)
 
     def close(self) -> None:
         self.path.unlink(missing_ok=True)
         os.close(self.number)
-
-
-def _hear(fifo: int, bell: Bell) -> None:
-    with contextlib.suppress(BlockingIOError):
-        os.read(fifo, DRAIN_BYTES)
-    bell.strike()
