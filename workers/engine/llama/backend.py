@@ -1,0 +1,162 @@
+"""The llama.cpp backend: many sequences in one forward pass, behind the engine seam.
+
+A slot of the scheduler is a sequence id of llama.cpp. A step lays its feeds out in one batch, decodes them in one
+call and picks a token for each feed that wants one, from logits that are read where llama.cpp wrote them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import llama_cpp.llama_cpp as llama
+import numpy as np
+
+from arriero.schemas.clock import Clock
+from arriero.schemas.errors import BadJob, EngineError
+from arriero.schemas.job import Job
+from arriero.workers.engine.llama.batch import Batch
+from arriero.workers.engine.llama.model import LlamaSettings, Loaded, load
+from arriero.workers.engine.llama.sampling import NotFinite, SequenceSampler
+from arriero.workers.engine.llama.template import ChatTemplate
+from arriero.workers.engine.llama.vocab import Vocabulary
+from arriero.workers.engine.seam import ModelInfo, Pick, StepOutcome, StepPlan, Work
+
+
+class LlamaBackend:
+    """One loaded model. Made in the thread that uses it; only `prepare` may be called from others."""
+
+    def __init__(self, settings: LlamaSettings, clock: Clock) -> None:
+        """Loads the model. Raises ModelError."""
+        self._now = clock.monotonic
+        self._loaded: Loaded | None = load(settings, clock)
+        loaded = self._loaded
+        try:
+            self._info = loaded.info
+            self._context, self._memory = loaded.context, loaded.memory
+            self._vocabulary = Vocabulary(loaded.model)
+            self._template: ChatTemplate | None = None
+            if loaded.chat_template:
+                self._template = ChatTemplate(
+                    loaded.chat_template,
+                    bos_token=self._vocabulary.bos_text,
+                    eos_token=self._vocabulary.eos_text,
+                    clock=clock,
+                )
+            self._batch = Batch(self._info.n_batch, self._info.slots, self._vocabulary.size)
+            self._suppressed = np.array(self._vocabulary.suppressed, np.intp)
+            self._pieces = self._vocabulary.pieces
+            self._samplers: list[SequenceSampler | None] = [None] * self._info.slots
+            self._positions = [0] * self._info.slots
+            """By slot: cells filled."""
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
+
+    def prepare(self, job: Job) -> list[int]:
+        """The prompt as token ids. Raises BadJob(prompt_too_long, empty_prompt, bad_template)."""
+        try:
+            tokens = self._tokenize(job)
+        except BadJob as error:
+            error.job_id = job.id
+            raise
+        if not tokens:
+            raise BadJob("the prompt has no tokens", code="empty_prompt", job_id=job.id)
+        limit = self._info.n_ctx_sequence
+        if len(tokens) >= limit:
+            raise BadJob(
+                f"the prompt is {len(tokens):,} tokens long; with one token of output at most {limit:,} fit the "
+                "context",
+                code="prompt_too_long",
+                field="prompt" if job.messages is None else "messages",
+                job_id=job.id,
+            )
+        return tokens
+
+    def _tokenize(self, job: Job) -> list[int]:
+        vocabulary = self._vocabulary
+        if job.messages is None:
+            return vocabulary.tokenize_prompt(job.prompt or "")
+        if self._template is None:
+            raise BadJob(
+                f"the model {self._info.name} has no chat template; send `prompt` instead of `messages`",
+                code="bad_template",
+                field="messages",
+            )
+        guard = vocabulary.guard
+        marks = guard.marks([message.content for message in job.messages])
+        messages = [type(one)(role=one.role, content=guard.mark(one.content, marks)) for one in job.messages]
+        return vocabulary.tokenize_chat(guard.split(self._template.render(messages), marks))
+
+    def begin(self, slot: int, work: Work) -> None:
+        """Seat a sequence. Raises EngineError for resumed tokens that are not this model's."""
+        resumed = [token.id for token in work.resume]
+        if any(not 0 <= token < self._vocabulary.size for token in resumed):
+            raise EngineError("the tokens to go on from are not of this model")
+        self._clear(slot)
+        self._samplers[slot] = SequenceSampler(work.sampling, work.seed, len(resumed), [*work.prompt, *resumed])
+
+    def step(self, plan: StepPlan) -> StepOutcome:
+        """One forward pass, and a pick for each feed that wants one. Raises EngineError."""
+        wanted = self._batch.fill(plan, self._positions)
+        began = self._now()
+        result = llama.llama_decode(self._context, self._batch.native)
+        if result == 1:
+            return StepOutcome([], decode_s=self._now() - began, no_room=True)
+        if result != 0:
+            raise EngineError(f"llama.cpp could not run the step (llama_decode returned {result})")
+        logits = self._logits(len(wanted))
+        decoded = self._now()
+        for feed in plan.feeds:
+            self._positions[feed.slot] += len(feed.tokens)
+        picks = [self._pick(slot, logits[row]) for row, slot in enumerate(wanted)]
+        return StepOutcome(picks, decode_s=decoded - began, sample_s=self._now() - decoded)
+
+    def _logits(self, rows: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """The outputs of the last pass, in the order of the batch, as a view of llama.cpp's own memory."""
+        shape = (rows, self._vocabulary.size)
+        if not rows:
+            llama.llama_synchronize(self._context)
+            return np.empty(shape, np.float32)
+        address = ctypes.cast(llama.llama_get_logits(self._context), ctypes.c_void_p).value
+        if not address:
+            raise EngineError("llama.cpp gave no logits")
+        memory: Any = (ctypes.c_float * (shape[0] * shape[1])).from_address(address)
+        logits: np.ndarray[Any, np.dtype[np.float32]] = np.frombuffer(memory, np.float32).reshape(shape)
+        if self._suppressed.size:
+            logits[:, self._suppressed] = -np.inf
+        return logits
+
+    def _pick(self, slot: int, logits: np.ndarray[Any, np.dtype[np.float32]]) -> Pick:
+        sampler = self._samplers[slot]
+        if sampler is None:
+            return Pick(slot, 0, "the slot has no sequence")
+        try:
+            return Pick(slot, sampler.pick(logits))
+        except NotFinite as error:
+            return Pick(slot, 0, str(error))
+
+    def end(self, slot: int) -> None:
+        self._samplers[slot] = None
+        self._clear(slot)
+
+    def _clear(self, slot: int) -> None:
+        """Free the slot's cells (each such call walks the whole cache: not for empty ones)."""
+        llama.llama_memory_seq_rm(self._memory, slot, -1, -1)
+        self._positions[slot] = 0
+
+    def piece(self, token: int) -> bytes:
+        return self._pieces[token]
+
+    def is_end(self, token: int) -> bool:
+        return token in self._vocabulary.ends
+
+    def close(self) -> None:
+        """Free the model; afterwards only `info` may be asked for."""
+        if self._loaded is not None:
+            self._loaded.free()
+            self._loaded = None

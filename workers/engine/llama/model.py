@@ -1,0 +1,316 @@
+"""Loading a model: the file checked, the devices chosen, the context made.
+
+Nothing in here may let llama.cpp abort: the file's header is checked first, every setting is brought within its
+range, and what llama.cpp refuses politely becomes a ModelError with the last thing that it said.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+from collections import deque
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import llama_cpp.llama_cpp as llama
+import msgspec
+import structlog
+from llama_cpp._ggml import libggml
+
+from arriero.schemas.clock import Clock
+from arriero.schemas.errors import ModelError
+from arriero.workers.engine.llama.gguf_check import Header, check
+from arriero.workers.engine.seam import ModelInfo
+
+log = structlog.get_logger(__name__)
+
+SLOTS_DEFAULT: Final = 16
+SLOTS_MAX: Final = 255
+"""llama.cpp knows 256 sequence ids and aborts beyond; one is left for later use."""
+BATCH_CPU_TOKENS: Final = 512
+"""A step's tokens on a CPU: about a second of prefill for a small model, so that cancelling stays quick."""
+BATCH_GPU_TOKENS: Final = 2_048
+UBATCH_TOKENS: Final = 512
+SLOT_CTX_TOKENS: Final = 1_024
+"""KV cells for each slot when nobody says: a prompt and the default 512 tokens of output."""
+CTX_MIN_TOKENS: Final = 256
+CTX_MAX_TOKENS: Final = 1 << 24
+KV_MEMORY_SHARE: Final = 0.5
+"""Of the memory that is free before loading, less the weights: the largest KV cache that is chosen unasked."""
+THREADS_MAX: Final = 16
+"""Decoding is bound by memory; more threads than this rarely help and always cost."""
+
+KvType = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
+_KV_TYPES: Final[dict[str, tuple[int, float]]] = {
+    "f32": (0, 4),
+    "f16": (1, 2),
+    "q4_0": (2, 18 / 32),
+    "q8_0": (8, 34 / 32),
+    "bf16": (30, 2),
+}
+"""Number in ggml, bytes of an element."""
+_SPLIT_MODES: Final = {"none": 0, "layer": 1, "row": 2}
+_FLASH: Final = {"auto": -1, "off": 0, "on": 1}
+_GPU_KINDS: Final = (1, 2)
+"""ggml's device types: 1 a GPU, 2 one that shares the machine's memory."""
+
+
+class LlamaSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How to load a model. None leaves the choice to the loader."""
+
+    path: Path
+    name: str
+    """What jobs call it."""
+    slots: int | None = None
+    n_ctx: int | None = None
+    """KV cells shared by all slots, in tokens."""
+    n_batch: int | None = None
+    threads: int | None = None
+    gpu_layers: int | None = None
+    """Layers on the device; None for all of them when there is a device, 0 for none."""
+    main_gpu: int = 0
+    split_mode: Literal["none", "layer", "row"] = "layer"
+    tensor_split: tuple[float, ...] = ()
+    """Shares of the model for each device."""
+    flash_attn: Literal["auto", "on", "off"] = "auto"
+    type_k: KvType = "f16"
+    type_v: KvType = "f16"
+    digest: str | None = None
+    """First 16 hex digits of the file's SHA-256 where it is known already."""
+
+
+class Device(msgspec.Struct, frozen=True):
+    name: str
+    description: str
+    free_bytes: int
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """Handles of llama.cpp, and what they are. Freed by `free`."""
+
+    model: Any
+    context: Any
+    memory: Any
+    info: ModelInfo
+    chat_template: str
+    """Empty when the file has none."""
+
+    def free(self) -> None:
+        llama.llama_free(self.context)
+        llama.llama_model_free(self.model)
+
+
+def load(settings: LlamaSettings, clock: Clock) -> Loaded:
+    """Load the model file. Raises ModelError (see its codes)."""
+    began = clock.monotonic()
+    path = settings.path.expanduser()
+    header = check(path)
+    said = _listen()
+    llama.llama_backend_init()
+    devices = gpu_devices()
+    _check_settings(settings, devices)
+    layers = int(header.own("block_count", 0) or 0)
+    on_device = layers if settings.gpu_layers is None else min(settings.gpu_layers, layers)
+    offloaded = on_device if devices else 0
+    digest = settings.digest or file_digest(path)
+
+    parameters = llama.llama_model_default_params()
+    parameters.n_gpu_layers = -1 if offloaded == layers and devices else offloaded
+    parameters.main_gpu = settings.main_gpu
+    parameters.split_mode = _SPLIT_MODES[settings.split_mode]
+    if devices and offloaded == layers:
+        parameters.load_mode = 0  # mapping a file that goes to the device whole only slows it down
+    split = (ctypes.c_float * llama.llama_max_devices())(*settings.tensor_split)
+    if settings.tensor_split:
+        parameters.tensor_split = split
+    model = llama.llama_model_load_from_file(os.fsencode(path), parameters)
+    if not model:
+        raise ModelError(f"llama.cpp cannot load {path}: {_last(said)}", code="model_invalid")
+    try:
+        _check_model(model, path)
+        context = _context(settings, model, header, devices)
+        if not context:
+            raise ModelError(
+                f"no room for the KV cache of {path.name}: {_last(said)}; "
+                "fewer context tokens or slots, or a smaller type_k and type_v, need less",
+                code="model_too_large",
+            )
+    except BaseException:
+        llama.llama_model_free(model)
+        raise
+    n_ctx = llama.llama_n_ctx(context)
+    train_ctx = llama.llama_model_n_ctx_train(model) or n_ctx
+    template = header.metadata.get("tokenizer.chat_template", "")
+    device = " + ".join(device.description for device in devices) if offloaded else "cpu"
+    info = ModelInfo(
+        name=settings.name,
+        digest=digest,
+        size_bytes=header.size_bytes,
+        n_vocab=llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model)),
+        n_ctx=n_ctx,
+        n_ctx_sequence=min(train_ctx, n_ctx),
+        slots=llama.llama_n_seq_max(context),
+        n_batch=llama.llama_n_batch(context),
+        layers=layers,
+        offloaded=offloaded,
+        device=device,
+        load_s=clock.monotonic() - began,
+        chat=bool(template),
+    )
+    log.info(
+        "model_loaded",
+        model=info.name,
+        device=info.device,
+        layers_on_device=info.offloaded,
+        layers=info.layers,
+        slots=info.slots,
+        n_ctx=info.n_ctx,
+        n_ctx_sequence=info.n_ctx_sequence,
+        threads=llama.llama_n_threads(context),
+        load_s=round(info.load_s, 2),
+    )
+    return Loaded(model, context, llama.llama_get_memory(context), info, str(template))
+
+
+def file_digest(path: Path) -> str:
+    """First 16 hex digits of the file's SHA-256."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+
+
+def gpu_devices() -> list[Device]:
+    """The devices that layers can be offloaded to."""
+    if not llama.llama_supports_gpu_offload():
+        return []
+    get = _ggml("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
+    kind = _ggml("ggml_backend_dev_type", ctypes.c_int, ctypes.c_void_p)
+    name = _ggml("ggml_backend_dev_name", ctypes.c_char_p, ctypes.c_void_p)
+    description = _ggml("ggml_backend_dev_description", ctypes.c_char_p, ctypes.c_void_p)
+    sizes = ctypes.POINTER(ctypes.c_size_t)
+    memory = _ggml("ggml_backend_dev_memory", None, ctypes.c_void_p, sizes, sizes)
+    devices = []
+    for index in range(_ggml("ggml_backend_dev_count", ctypes.c_size_t)()):
+        device = get(index)
+        if kind(device) not in _GPU_KINDS:
+            continue
+        free, total = ctypes.c_size_t(0), ctypes.c_size_t(0)
+        memory(device, ctypes.byref(free), ctypes.byref(total))
+        devices.append(Device(name(device).decode(), description(device).decode(), free.value))
+    return devices
+
+
+def _check_settings(settings: LlamaSettings, devices: list[Device]) -> None:
+    def refuse(what: str) -> ModelError:
+        return ModelError(what, code="model_unsupported")
+
+    for name, low, high in (
+        ("slots", 1, SLOTS_MAX),
+        ("n_ctx", 1, CTX_MAX_TOKENS),
+        ("n_batch", 1, 1 << 20),
+        ("threads", 1, 512),
+        ("gpu_layers", 0, 10_000),
+    ):
+        value = getattr(settings, name)
+        if value is not None and not low <= value <= high:
+            raise refuse(f"{name} = {value:,} is out of range ({low:,} to {high:,})")
+    if devices and not 0 <= settings.main_gpu < len(devices):
+        raise refuse(f"main_gpu = {settings.main_gpu} names no device; there are {len(devices)}")
+    if len(settings.tensor_split) > llama.llama_max_devices() or any(share < 0 for share in settings.tensor_split):
+        raise refuse(f"tensor_split takes up to {llama.llama_max_devices()} shares, none below 0")
+    if settings.flash_attn == "off" and settings.type_v not in ("f32", "f16", "bf16"):
+        raise refuse(f"type_v = {settings.type_v} needs flash attention")
+
+
+def _check_model(model: Any, path: Path) -> None:
+    """Kinds of models that this engine would corrupt or crash on are refused by name."""
+    for test, what in (
+        (llama.llama_model_has_encoder, "has an encoder"),
+        (llama.llama_model_is_recurrent, "is recurrent"),
+        (llama.llama_model_is_hybrid, "is partly recurrent"),
+        (llama.llama_model_is_diffusion, "is a diffusion model"),
+    ):
+        if test(model):
+            raise ModelError(f"{path.name} {what}; only plain decoder models are served", code="model_unsupported")
+
+
+def _context(settings: LlamaSettings, model: Any, header: Header, devices: list[Device]) -> Any:
+    slots = settings.slots or SLOTS_DEFAULT
+    n_batch = max(slots, settings.n_batch or (BATCH_GPU_TOKENS if devices else BATCH_CPU_TOKENS))
+    threads = settings.threads or min(THREADS_MAX, len(os.sched_getaffinity(0)))
+    parameters = llama.llama_context_default_params()
+    parameters.n_ctx = _n_ctx(settings, model, header, devices, slots)
+    parameters.n_batch = n_batch
+    parameters.n_ubatch = max(slots, min(UBATCH_TOKENS, n_batch))
+    parameters.n_seq_max = slots
+    parameters.n_outputs_max = slots
+    parameters.n_threads = threads
+    parameters.n_threads_batch = threads
+    parameters.flash_attn_type = _FLASH[settings.flash_attn]
+    parameters.type_k = _KV_TYPES[settings.type_k][0]
+    parameters.type_v = _KV_TYPES[settings.type_v][0]
+    parameters.kv_unified = True  # prefill and decode in one pass over the weights, whatever the lengths
+    parameters.no_perf = True
+    return llama.llama_init_from_model(model, parameters)
+
+
+def _n_ctx(settings: LlamaSettings, model: Any, header: Header, devices: list[Device], slots: int) -> int:
+    """The KV cache's size in tokens: as asked for, else one long sequence or `SLOT_CTX_TOKENS` a slot, whichever is
+    more, within the free memory."""
+    if settings.n_ctx is not None:
+        return settings.n_ctx
+    train_ctx = llama.llama_model_n_ctx_train(model) or CTX_MIN_TOKENS
+    wanted = max(min(train_ctx, slots * SLOT_CTX_TOKENS), min(train_ctx * slots, slots * SLOT_CTX_TOKENS))
+    token_bytes = _kv_token_bytes(settings, model, header)
+    free = sum(device.free_bytes for device in devices) if devices else _free_memory_bytes() - header.size_bytes
+    affordable = int(max(0, free) * KV_MEMORY_SHARE / max(1.0, token_bytes))
+    return max(CTX_MIN_TOKENS, min(wanted, affordable) // CTX_MIN_TOKENS * CTX_MIN_TOKENS)
+
+
+def _kv_token_bytes(settings: LlamaSettings, model: Any, header: Header) -> float:
+    """Bytes of keys and values of one token in all layers."""
+    heads = max(1, llama.llama_model_n_head(model))
+    head_size = llama.llama_model_n_embd(model) // heads
+    key_size, value_size = (header.own(f"attention.{part}_length", head_size) for part in ("key", "value"))
+    width = key_size * _KV_TYPES[settings.type_k][1] + value_size * _KV_TYPES[settings.type_v][1]
+    return float(llama.llama_model_n_layer(model) * max(1, llama.llama_model_n_head_kv(model)) * width)
+
+
+def _free_memory_bytes() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _ggml(name: str, result: Any, *arguments: Any) -> Any:
+    function = getattr(libggml, name)
+    function.restype = result
+    function.argtypes = arguments
+    return function
+
+
+# --- llama.cpp's own words ---------------------------------------------------------------------------------
+
+_said: deque[str] = deque(maxlen=40)
+"""Its last lines. llama.cpp has one log for the process, so this is one, too."""
+
+
+@llama.llama_log_callback  # type: ignore[untyped-decorator]
+def _on_log(level: int, text: bytes | None, _: Any) -> None:
+    try:
+        line = (text or b"").decode("utf-8", "replace").strip()
+        if line.strip("."):
+            _said.append(line)
+            log.debug("llama_cpp", level=level, line=line)
+    except Exception:  # noqa: S110 - called from C: nothing may leave, and there is nobody to tell
+        pass
+
+
+def _listen() -> deque[str]:
+    """Take llama.cpp's log off the terminal."""
+    llama.llama_log_set(_on_log, ctypes.c_void_p(0))
+    _said.clear()
+    return _said
+
+
+def _last(said: deque[str]) -> str:
+    telling = [line for line in said if "error" in line.lower() or "failed" in line.lower()]
+    return (telling or list(said) or ["it gave no reason"])[-1 if not telling else 0]
