@@ -20,7 +20,7 @@ or may not have happened. The membership then takes the partition anew by itself
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Final, Protocol
 
@@ -117,14 +117,16 @@ class Claim(Protocol):
         ...
 
     async def release(self) -> None:
-        """Give the partition up cleanly. What has been read and not settled is read again by the next owner."""
+        """Give the partition up cleanly. What has been read and not settled is read again by the next owner. This
+        membership does not take it again by itself, and does not report it as lost."""
         ...
 
 
 class Gained(msgspec.Struct, frozen=True):
     claim: Claim
     continued: bool
-    """Whether this same incarnation owned it last."""
+    """Whether this same incarnation owned it last. The claim reads again, either way, all that its ledger does not
+    list as settled: who holds such a record already knows it by its offset."""
 
 
 class Lost(msgspec.Struct, frozen=True):
@@ -182,7 +184,7 @@ class JobLog(Protocol):
         """
         ...
 
-    def tail(self, topics: Sequence[str], start: Positions | float) -> AsyncIterator[list[Record]]:
+    def tail(self, topics: Sequence[str], start: Positions | float) -> AsyncGenerator[list[Record], None]:
         """Committed records in order of each partition, without end, in batches as they come.
 
         `start`: next offsets (partitions left out begin at their first record), or a time in Unix seconds.

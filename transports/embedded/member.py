@@ -1,0 +1,355 @@
+"""A worker's membership in a consumer group of log.db.
+
+Members watch each other without a coordinator. Each holds a FIFO open, of which the others read the other end: it
+ends when the process dies, however it dies, and the others know at once. A process that is only stopped is found by
+its heartbeat, a monotonic time in a file beside: written to memory only, so it costs no transaction and no disk.
+Whoever finds a member dead strikes it off and deals its partitions anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import struct
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import apsw
+import structlog
+
+from arriero.schemas.clock import Clock, now_ms
+from arriero.schemas.errors import ArrieroError, Fenced, LogError, Revoked, TopicFault
+from arriero.transports.embedded import groups, records
+from arriero.transports.embedded.bells import Fifo
+from arriero.transports.embedded.claim import EmbeddedClaim
+from arriero.transports.embedded.db import Database, boot_id
+from arriero.transports.embedded.groups import Taken
+from arriero.transports.embedded.records import Catalog, Place
+from arriero.transports.ledger import Ledger
+from arriero.transports.log import Gained, Lost
+from arriero.transports.rebuild import Rebuild, fold_events
+
+BEAT_S: Final = 0.5
+LEASE_S: Final = 2.0
+"""A member that has not beaten for so long is taken for dead. Its commits fail then, so being wrong only costs work."""
+RETRY_S: Final = 0.5
+"""Pause after the log has failed."""
+REBUILD_RECORDS: Final = 200
+"""Events folded between two turns of the loop."""
+
+_BEAT: Final = struct.Struct("<d")
+
+log = structlog.get_logger(__name__)
+
+
+class EmbeddedMembership:
+    """See the seam's `Membership`. An async context manager."""
+
+    def __init__(
+        self,
+        db: Database,
+        catalog: Catalog,
+        clock: Clock,
+        rng: random.Random,
+        *,
+        group: str,
+        topics: Sequence[str],
+        worker: str,
+        events: str,
+    ) -> None:
+        incarnation = f"{rng.getrandbits(64):016x}"
+        self.owner = f"{worker}/{incarnation}"
+        self._db = db
+        self._catalog = catalog
+        self._clock = clock
+        self._group = group
+        self._topics = topics
+        self._events = events
+        self._member = incarnation
+        self._boot = boot_id()
+        self._folder = db.path.parent / "members"
+        self._places: dict[int, Place] = {}
+        self._claims: dict[int, EmbeddedClaim] = {}
+        self._doubted: dict[int, EmbeddedClaim] = {}
+        self._leaving: dict[int, asyncio.Task[None]] = {}
+        self._released: set[int] = set()
+        self._changes: asyncio.Queue[Gained | Lost | BaseException] = asyncio.Queue()
+        self._watched: dict[str, int] = {}
+        self._dead: set[str] = set()
+
+    async def __aenter__(self) -> EmbeddedMembership:
+        counts: dict[str, int] = {}
+        for topic in self._topics:
+            places = self._db.read(partial(self._catalog.places, topic=topic))
+            counts[topic] = len(places)
+            self._places |= {place.number: place for place in places}
+        if len(set(counts.values())) > 1:
+            raise TopicFault(f"topics of one group need equal partition counts: {counts}")
+        async with contextlib.AsyncExitStack() as stack:
+            self._folder.mkdir(exist_ok=True)
+            fifo = Fifo(self._folder, self._member)
+            stack.callback(fifo.close)
+            self._beat_file = os.open(self._beat_path(self._member), os.O_RDWR | os.O_CREAT, 0o644)
+            stack.callback(self._drop_beat)
+            self._loop = asyncio.get_running_loop()
+            self._beat()
+            stack.callback(lambda: self._timer.cancel())
+            stack.callback(self._unwatch_all)
+            # Held for the whole membership, so that claims, which come and go, do not make and drop FIFOs.
+            self._bell = stack.enter_context(self._db.bells.listen(self._group))
+            stack.enter_context(self._db.bells.listen(*self._topics))
+            await self._join()
+            stack.push_async_callback(self._leave)
+            self._task = asyncio.create_task(self._run(), name=f"membership {self._group}")
+            self._task.add_done_callback(self._died)
+            stack.push_async_callback(self._stop)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._stack.aclose()
+
+    async def change(self) -> Gained | Lost:
+        change = await self._changes.get()
+        if isinstance(change, BaseException):
+            raise change
+        return change
+
+    # joining, leaving
+
+    async def _join(self) -> None:
+        await self._db.write(
+            partial(groups.join, group=self._group, member=self._member, topics=self._topics, boot=self._boot),
+            rings=(self._group,),
+        )
+
+    async def _stop(self) -> None:
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    async def _leave(self) -> None:
+        """Let the commits in flight end, then free everything in one transaction."""
+        for claim in [*self._claims.values()]:
+            await claim.settle_down()
+            claim.end(Revoked("the worker has left the group"))
+        if self._leaving:
+            await asyncio.wait(self._leaving.values())
+        try:
+            await self._strike_off(self._member)
+        except LogError as error:
+            log.warning("leaving_failed", group=self._group, error=str(error))  # its end is seen all the same
+
+    # the task
+
+    async def _run(self) -> None:
+        while True:
+            seen = self._bell.count
+            pause: float | None = None
+            try:
+                await self._step()
+            except LogError as error:
+                log.warning("membership_failed", group=self._group, error=str(error))
+                pause = RETRY_S
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._bell.wait(seen)
+
+    async def _step(self) -> None:
+        """Steps: 1. strike off the dead 2. see what is to be ours 3. give up what is not 4. take what is and is free
+        5. rebuild what has no ledger."""
+        # 1.
+        others = self._db.read(partial(groups.others, group=self._group, member=self._member))
+        for member in self._watched.keys() - others.keys():
+            self._unwatch(member)
+        self._dead &= others.keys()
+        for member, boot in others.items():
+            if boot != self._boot or member in self._dead or not self._watch(member):
+                log.info("member_dead", group=self._group, member=member)
+                await self._strike_off(member)
+                self._unwatch(member)
+        # 2.
+        dealt = self._db.read(partial(groups.dealt_to, group=self._group, member=self._member))
+        if dealt is None:
+            log.warning("membership_lost", group=self._group)
+            for claim in [*self._claims.values()]:
+                self._lose(claim, Fenced("the worker was taken for dead"))
+            await self._join()
+            dealt = self._db.read(partial(groups.dealt_to, group=self._group, member=self._member)) or set()
+        # 3.
+        for number in self._claims.keys() - dealt - self._leaving.keys():
+            task = asyncio.create_task(self._hand_over(self._claims[number]), name=f"hand over {number}")
+            self._leaving[number] = task
+            task.add_done_callback(partial(self._left, number))
+        for number in self._doubted.keys() - dealt:
+            self._changes.put_nowait(Lost(self._doubted.pop(number), final=True, reason="rebalanced"))
+        self._released &= dealt
+        # 4.
+        wanted = dealt - self._claims.keys() - self._leaving.keys() - self._released
+        if wanted:
+            wanted = self._db.read(partial(groups.free, group=self._group, numbers=wanted, member=self._member))
+        if not wanted:
+            return
+        taken = await self._db.write(partial(self._take, sorted(wanted)))
+        for one in taken:
+            if one.lost:
+                log.error(
+                    "records_lost_to_retention", topic=one.place.topic, partition=one.place.partition, count=one.lost
+                )
+            if not one.gone:
+                self._gain(one, one.ledger)
+        # 5.
+        gone = [one for one in taken if one.gone]
+        if gone:
+            await self._rebuild(gone)
+
+    def _take(self, numbers: Sequence[int], connection: apsw.Connection) -> list[Taken]:
+        clock_ms = now_ms(self._clock)
+        taken = (
+            groups.take(connection, self._group, self._places[number], self._member, self.owner, clock_ms)
+            for number in numbers
+        )
+        return [one for one in taken if one is not None]
+
+    async def _strike_off(self, member: str) -> None:
+        await self._db.write(partial(groups.leave, group=self._group, member=member), rings=(self._group,))
+
+    def _gain(self, taken: Taken, ledger: Ledger) -> None:
+        number = taken.place.number
+        claim = EmbeddedClaim(self._db, self._catalog, self._clock, self._group, taken.place, ledger, self._claim_ended)
+        self._claims[number] = claim
+        self._doubted.pop(number, None)
+        self._changes.put_nowait(Gained(claim, continued=taken.before == self.owner))
+
+    def _lose(self, claim: EmbeddedClaim, reason: ArrieroError) -> None:
+        """Another has it, or will."""
+        claim.end(reason)
+        self._claims.pop(claim.place.number, None)
+        self._changes.put_nowait(Lost(claim, final=True, reason=reason.message))
+
+    def _claim_ended(self, claim: EmbeddedClaim) -> None:
+        """A call of the claim has ended it."""
+        number = claim.place.number
+        self._claims.pop(number, None)
+        if isinstance(claim.ended, Revoked):  # the worker has released it, and will not have it back
+            self._released.add(number)
+        elif isinstance(claim.ended, Fenced):
+            self._lose(claim, claim.ended)
+        else:
+            self._doubted[number] = claim
+            self._changes.put_nowait(Lost(claim, final=False, reason=str(claim.ended)))
+        self._bell.strike()
+
+    def _left(self, number: int, task: asyncio.Task[None]) -> None:
+        del self._leaving[number]
+        self._bell.strike()
+        self._died(task)
+
+    async def _hand_over(self, claim: EmbeddedClaim) -> None:
+        with contextlib.suppress(TimeoutError):
+            await claim.quiet()
+        if claim.ended is not None:
+            return  # it failed meanwhile, and has been reported
+        self._lose(claim, Revoked("rebalanced"))
+        try:
+            await claim.let_go()
+        except LogError as error:
+            # Still in our name: with the next deal it is let go of again, or seen free when this process ends.
+            log.warning("hand_over_failed", group=self._group, error=str(error))
+
+    async def _rebuild(self, taken: Sequence[Taken]) -> None:
+        """Ledgers from the settling events. They lie fenced in our name already: nobody commits to them meanwhile."""
+        rebuilds = {(one.place.topic, one.place.partition): Rebuild(one.ledger.offset) for one in taken}
+        for place in self._db.read(partial(self._catalog.places, topic=self._events)):
+            at, end = self._db.read(partial(records.bounds, numbers=[place.number]))[place.number]
+            while at < end:
+                events = self._db.read(partial(records.read, place=place, start=at, stop=end, most=REBUILD_RECORDS))
+                if not events:
+                    break
+                fold_events(events, rebuilds)
+                at = events[-1].offset + 1
+                await asyncio.sleep(0)
+        for one in taken:
+            rebuild = rebuilds[one.place.topic, one.place.partition]
+            times = self._db.read(
+                partial(records.times, number=one.place.number, start=rebuild.first, stop=rebuild.stop)
+            )
+            ledger = rebuild.ledger(times).raised(now_ms(self._clock), self.owner, max(rebuild.fence, one.ledger.fence))
+            log.info(
+                "ledger_rebuilt",
+                topic=one.place.topic,
+                partition=one.place.partition,
+                settled=len(times) - ledger.pending(rebuild.stop),
+            )
+            put = partial(
+                groups.put_ledger, group=self._group, number=one.place.number, ledger=ledger, fence=one.ledger.fence
+            )
+            if await self._db.write(put):
+                self._gain(one, ledger)
+
+    def _died(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._changes.put_nowait(error)
+
+    # signs of life
+
+    def _beat(self) -> None:
+        """Say that we live, and see whether the others still do."""
+        self._timer = self._loop.call_later(BEAT_S, self._beat)
+        now = self._clock.monotonic()
+        os.pwrite(self._beat_file, _BEAT.pack(now), 0)
+        for member in self._watched:
+            try:
+                beat = _BEAT.unpack(self._beat_path(member).read_bytes())[0]
+            except (OSError, struct.error):
+                continue  # it is leaving; its FIFO tells
+            if now - beat > LEASE_S:
+                self._found_dead(member)
+
+    def _watch(self, member: str) -> bool:
+        """Watch a member's FIFO; False when it is dead already."""
+        if member in self._watched:
+            return True
+        try:
+            fifo = os.open(self._folder / member, os.O_RDONLY | os.O_NONBLOCK)
+        except FileNotFoundError:
+            return False
+        self._watched[member] = fifo
+        self._loop.add_reader(fifo, self._look, member)
+        return not self._has_ended(fifo)
+
+    def _look(self, member: str) -> None:
+        if self._has_ended(self._watched[member]):
+            self._loop.remove_reader(self._watched[member])
+            self._found_dead(member)
+
+    @staticmethod
+    def _has_ended(fifo: int) -> bool:
+        try:
+            return not os.read(fifo, 1)
+        except BlockingIOError:
+            return False
+
+    def _found_dead(self, member: str) -> None:
+        self._dead.add(member)
+        self._bell.strike()
+
+    def _unwatch(self, member: str) -> None:
+        fifo = self._watched.pop(member, None)
+        if fifo is not None:
+            self._loop.remove_reader(fifo)
+            os.close(fifo)
+
+    def _unwatch_all(self) -> None:
+        for member in [*self._watched]:
+            self._unwatch(member)
+
+    def _beat_path(self, member: str) -> Path:
+        return self._folder / f"{member}.beat"
+
+    def _drop_beat(self) -> None:
+        os.close(self._beat_file)
+        self._beat_path(self._member).unlink(missing_ok=True)
