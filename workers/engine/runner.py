@@ -46,9 +46,10 @@ log = structlog.get_logger(__name__)
 REPORTS_AHEAD: Final = 16
 """Steps that the thread may be ahead of the event loop. A loop that stalls longer holds decoding up, rather than
 letting reports pile up without bound."""
-PREPARE_STACK_BYTES: Final = 64 << 20
-"""Stack of a preparing thread (virtual memory): some tokenisers recurse over long runs of one kind of
-character and overflow the usual 8 MiB."""
+PREPARE_STACK_BYTES: Final = 512 << 20
+"""Stack of a preparing thread, of which only what is touched takes memory. Some tokenisers recurse over a run of one
+kind of character, about 320 bytes for each: with the usual 8 MiB a prompt of 26,000 letters ends the process; this
+holds the longest that a job can carry."""
 
 EndingKind = Literal["finished", "cancelled", "expired", "failed"]
 

@@ -293,8 +293,14 @@ _said: deque[str] = deque(maxlen=40)
 """Its last lines. llama.cpp has one log for the process, so this is one, too."""
 
 
+_TOLD: Final = (1, 2, 3)
+"""ggml's levels info, warning and error; 4 is its debug (thousands of lines a load), 5 continues a line."""
+
+
 @llama.llama_log_callback  # type: ignore[untyped-decorator]
 def _on_log(level: int, text: bytes | None, _: Any) -> None:
+    if level not in _TOLD:
+        return
     try:
         line = (text or b"").decode("utf-8", "replace").strip()
         if line.strip("."):
