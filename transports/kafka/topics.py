@@ -1,0 +1,130 @@
+"""Topics made, and checked for what breaks a guarantee."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Final
+
+import aiokafka.errors as kafka_errors
+import structlog
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
+
+from arriero.schemas.errors import LogUnavailable, TopicFault
+from arriero.transports.kafka.connection import REQUEST_S, Connection, connect, translate
+from arriero.transports.log import RECORD_MAX_BYTES, TopicSpec
+
+log = structlog.get_logger(__name__)
+
+_EXISTS: Final = 36
+"""The protocol's error code for a topic that somebody else has made meanwhile."""
+
+
+async def ensure(connection: Connection, specs: Sequence[TopicSpec]) -> None:
+    """Makes the topics that are missing, with the brokers' default replication, then checks all.
+
+    Raises TopicFault, with the command that mends it, and LogUnavailable.
+    """
+    admin = AIOKafkaAdminClient(bootstrap_servers=connection.bootstrap, client_id=connection.client_id)
+    try:
+        await connect(admin.start, connection.bootstrap)
+        async with asyncio.timeout(REQUEST_S):
+            counts = await _make(admin, specs)
+            settings = await _settings(admin, specs)
+    except TimeoutError as error:
+        raise LogUnavailable(f"Kafka at {connection.bootstrap} did not answer in {REQUEST_S:.0f} s") from error
+    except kafka_errors.KafkaError as error:
+        raise translate(error) from error
+    finally:
+        await admin.close()
+    faults = [
+        fault for spec in specs for fault in _faults(spec, counts[spec.name], settings[spec.name], connection.bootstrap)
+    ]
+    if faults:
+        raise TopicFault("\n".join(faults))
+
+
+def wanted_settings(spec: TopicSpec) -> dict[str, str]:
+    settings = {
+        "cleanup.policy": "delete",
+        "retention.ms": str(int(spec.retention_s * 1000)),
+        "retention.bytes": "-1",
+        "max.message.bytes": str(RECORD_MAX_BYTES),
+    }
+    if spec.append_time:
+        settings["message.timestamp.type"] = "LogAppendTime"
+    return settings
+
+
+async def _make(admin: AIOKafkaAdminClient, specs: Sequence[TopicSpec]) -> dict[str, int]:
+    """Returns once every topic exists with a leader for each partition; their partition counts."""
+    names = [spec.name for spec in specs]
+    found = await _counts(admin, names)
+    missing = [
+        # An empty assignment lets the brokers choose, with their default replication.
+        NewTopic(spec.name, spec.partitions, -1, replica_assignments={}, topic_configs=wanted_settings(spec))
+        for spec in specs
+        if spec.name not in found
+    ]
+    if missing:
+        response = await admin.create_topics(missing, timeout_ms=int(REQUEST_S * 1000))
+        for name, code, *message in response.topic_errors:
+            if code and code != _EXISTS:
+                raise TopicFault(f"topic {name} could not be made: {message or kafka_errors.for_code(code).__name__}")
+            log.info("topic_made", topic=name)
+    while len(found) < len(set(names)):
+        await asyncio.sleep(0.05)
+        found = await _counts(admin, names)
+    return found
+
+
+async def _counts(admin: AIOKafkaAdminClient, names: Sequence[str]) -> dict[str, int]:
+    descriptions = await admin.describe_topics(list(names))
+    return {
+        description["topic"]: len(description["partitions"])
+        for description in descriptions
+        if not description["error_code"] and all(part["leader"] >= 0 for part in description["partitions"])
+    }
+
+
+async def _settings(admin: AIOKafkaAdminClient, specs: Sequence[TopicSpec]) -> dict[str, dict[str, str]]:
+    resources = [ConfigResource(ConfigResourceType.TOPIC, spec.name) for spec in specs]
+    found: dict[str, dict[str, str]] = {}
+    for response in await admin.describe_configs(resources):
+        for resource in response.to_object()["resources"]:
+            if resource["error_code"]:
+                raise kafka_errors.for_code(resource["error_code"])()
+            entries: list[dict[str, Any]] = resource["config_entries"]
+            found[resource["resource_name"]] = {entry["config_names"]: entry["config_value"] for entry in entries}
+    return found
+
+
+def _faults(spec: TopicSpec, partitions: int, settings: dict[str, str], bootstrap: str) -> list[str]:
+    """What breaks a guarantee, each with the command that mends it."""
+    faults: list[str] = []
+    if partitions != spec.partitions:
+        mend = (
+            f"kafka-topics.sh --bootstrap-server {bootstrap} --alter --topic {spec.name} --partitions {spec.partitions}"
+            if partitions < spec.partitions
+            else f"set the number of partitions to {partitions}"
+        )
+        faults.append(f"topic {spec.name} has {partitions} partitions instead of {spec.partitions}: {mend}")
+    wanted = wanted_settings(spec)
+    wrong = {key: settings.get(key, "") for key in wanted if not _suffices(key, settings.get(key, ""), wanted[key])}
+    if wrong:
+        mend = ",".join(f"{key}={wanted[key]}" for key in wrong)
+        faults.append(
+            f"topic {spec.name} has {', '.join(f'{key}={value}' for key, value in wrong.items())}: "
+            f"kafka-configs.sh --bootstrap-server {bootstrap} --alter --entity-type topics --entity-name {spec.name} "
+            f"--add-config {mend}"
+        )
+    return faults
+
+
+def _suffices(key: str, value: str, wanted: str) -> bool:
+    if key == "retention.ms":
+        return value == "-1" or int(value) >= int(wanted)
+    if key == "max.message.bytes":
+        return int(value) >= int(wanted)
+    return value == wanted
