@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -84,6 +84,12 @@ class Resolved(msgspec.Struct, frozen=True):
 
     name: str
     path: Path
+
+
+def default_cache(environment: Mapping[str, str]) -> Path:
+    """Where models are kept unless a setting says otherwise: the user's cache folder."""
+    base = environment.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "arriero" / "models"
 
 
 def list_models(cache: Path) -> list[ListedModel]:

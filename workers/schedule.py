@@ -11,9 +11,10 @@ applies it:
 3. a head that finds no room takes it from running sequences of lower classes: the lowest class first, in it
    the one admitted last, and only as many as it needs, and only when that is enough. What is preempted keeps its
    tokens and waits again at its old place; they are prefilled anew.
-4. The step: one token of every decoding sequence, then chunks of prompts in the order of admission. While
-   anything decodes, a step carries at most `chunk_tokens` of prompts, so that a long prompt does not hold the
-   running streams up; otherwise it may fill the batch.
+4. The step: one token of every decoding sequence, then chunks of prompts, the most urgent first. While anything
+   decodes, a step carries at most `chunk_tokens` of prompts and no more than take `STREAM_S`, so that a long prompt
+   does not hold the running streams up; otherwise it may fill the batch within `IDLE_S`, so that cancelling and
+   urgent work do not wait long. How long a token takes is learned from the steps (`Pace`).
 
 Idle capacity is left only when no waiting sequence may take it (work conserving up to the strict order in a class).
 """
@@ -32,8 +33,13 @@ from arriero.schemas.token import Token
 from arriero.workers.engine.seam import Feed, ModelInfo, StepOutcome, StepPlan, Work
 
 CHUNK_TOKENS: Final = 256
-"""Prompt tokens that a step carries beside running streams: what a new prompt may add to their next token's
-wait. Fewer make streams steadier and prompts slower."""
+"""Most prompt tokens that a step carries beside running streams. Fewer make streams steadier and prompts slower."""
+STREAM_S: Final = 0.25
+"""What a new prompt may add to the running streams' wait for their next token."""
+IDLE_S: Final = 1.0
+"""The longest step when nothing decodes: commands are heard between steps only."""
+CHUNK_MIN_TOKENS: Final = 8
+"""So that a prompt gets on however slow the machine is."""
 NEVER: Final = float("inf")
 
 
@@ -59,6 +65,23 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     def output_tokens(self, work: Work) -> int:
         """The longest output of this work: its own limit, or what its prompt leaves of the context."""
         return min(work.max_tokens, self.n_ctx_sequence - len(work.prompt))
+
+
+class Pace:
+    """How many prompt tokens fit a span of time, by what the steps so far have taken."""
+
+    def __init__(self) -> None:
+        self._token_s = STREAM_S / 64  # a guess for the first step: quick enough anywhere, and soon corrected
+
+    def observe(self, prefill_tokens: int, decode_tokens: int, took_s: float) -> None:
+        """Take in a step. Steps that mostly decode say nothing: their time is the model's weights, not the tokens."""
+        if prefill_tokens >= max(CHUNK_MIN_TOKENS, decode_tokens):
+            token_s = took_s / (prefill_tokens + decode_tokens)
+            self._token_s += (token_s - self._token_s) / 2
+
+    def fits(self, span_s: float) -> int:
+        tokens = span_s / self._token_s if self._token_s > 0 else NEVER
+        return max(CHUNK_MIN_TOKENS, int(min(tokens, 1 << 30)))
 
 
 class Seat(NamedTuple):
@@ -142,7 +165,9 @@ class Scheduler:
         self._waiting: list[list[tuple[float, float, int]]] = [[] for _ in CLASSES]
         self._deadlines: list[tuple[float, int]] = []
         self._cancelled: list[int] = []
-        self._step: StepPlan = StepPlan([])
+        self._plan = _nothing()
+        """The step that is under way."""
+        self._pace = Pace()
 
     # --- what is there -------------------------------------------------------------------------------------
 
@@ -218,16 +243,17 @@ class Scheduler:
                 admitted.append(self._seat(head))
         plan = Plan(StepPlan([]), admitted, list(preempted.values()), ended)
         self._fill(plan)
-        self._step = plan.step
+        self._plan = plan
         return plan
 
     def apply(self, outcome: StepOutcome) -> list[Picked]:
         """Take in what the planned step brought. `no_room` is not for here: see `shed`."""
-        for feed in self._step.feeds:
+        plan, self._plan = self._plan, _nothing()
+        for feed in plan.step.feeds:
             fed = self._by_slot[feed.slot]
             if fed is not None:
                 fed.done += len(feed.tokens)
-        self._step = StepPlan([])
+        self._pace.observe(plan.prefill_tokens, plan.decode_tokens, outcome.decode_s)
         picked: list[Picked] = []
         for pick in outcome.picks:
             sequence = self._by_slot[pick.slot]
@@ -262,7 +288,7 @@ class Scheduler:
 
     def fed_keys(self) -> list[int]:
         """Who is in the step planned last: whom its failure hits."""
-        fed = (self._by_slot[feed.slot] for feed in self._step.feeds)
+        fed = (self._by_slot[feed.slot] for feed in self._plan.step.feeds)
         return [sequence.work.key for sequence in fed if sequence is not None]
 
     # --- inside --------------------------------------------------------------------------------------------
@@ -357,9 +383,8 @@ class Scheduler:
             else:
                 feeds.append(Feed(sequence.slot, sequence.done, sequence.tokens[sequence.done :], True))
         plan.decode_tokens = len(feeds)
-        budget = self.limits.n_batch - len(feeds)
-        if feeds:
-            budget = min(budget, self.limits.chunk_tokens)
+        allowed = min(self.limits.chunk_tokens, self._pace.fits(STREAM_S)) if feeds else self._pace.fits(IDLE_S)
+        budget = min(self.limits.n_batch - len(feeds), allowed)
         for sequence in sorted(prefills, key=lambda one: (one.level, one.rank)):
             chunk = sequence.tokens[sequence.done : min(sequence.prefill, sequence.done + budget)]
             if not chunk:
@@ -368,3 +393,7 @@ class Scheduler:
             feeds.append(Feed(sequence.slot, sequence.done, chunk, last))
             plan.prefill_tokens += len(chunk)
             budget -= len(chunk)
+
+
+def _nothing() -> Plan:
+    return Plan(StepPlan([]), [], [], [])

@@ -68,6 +68,34 @@ def test_without_running_streams_a_prompt_may_fill_the_batch() -> None:
     assert len(run(scheduler).step.feeds[0].tokens) == 16
 
 
+def steps_of(scheduler: Scheduler, token_s: float, count: int) -> list[int]:
+    """Prompt tokens of the next steps on a machine that takes `token_s` for each token."""
+    sizes = []
+    for _ in range(count):
+        plan = scheduler.plan(0.0)
+        picks = [Pick(feed.slot, 7) for feed in plan.step.feeds if feed.pick]
+        tokens = plan.prefill_tokens + plan.decode_tokens
+        scheduler.apply(StepOutcome(picks, decode_s=token_s * tokens))
+        sizes.append(plan.prefill_tokens)
+    return sizes
+
+
+@pytest.mark.parametrize(("token_s", "chunk"), [(0.01, 25), (0.0001, 256), (1.0, 8)])
+def test_chunks_beside_streams_keep_to_a_span_of_time(token_s: float, chunk: int) -> None:
+    scheduler = Scheduler(Limits(slots=2, n_ctx=20_000, n_ctx_sequence=10_000, n_batch=512))
+    scheduler.add(work(1, prompt=4, max_tokens=1_000))
+    run(scheduler)
+    scheduler.add(work(2, prompt=9_000))
+    sizes = steps_of(scheduler, token_s, 12)
+    assert sizes[-1] == pytest.approx(chunk, rel=0.1)
+
+
+def test_a_prompt_alone_may_take_longer_steps_but_not_endless_ones() -> None:
+    scheduler = Scheduler(Limits(slots=2, n_ctx=20_000, n_ctx_sequence=10_000, n_batch=512))
+    scheduler.add(work(1, prompt=9_000))
+    assert steps_of(scheduler, 0.01, 12)[-1] == pytest.approx(100, rel=0.1)
+
+
 def test_later_work_of_a_class_does_not_slip_past_its_head() -> None:
     scheduler = Scheduler(LIMITS)
     scheduler.add(work(1, prompt=30, max_tokens=10))

@@ -27,9 +27,9 @@ BLOCK: Final = 64
 """Logits whose maximum stands for them when a threshold is looked for: about the square root of a vocabulary."""
 COLDEST: Final = 1e-6
 """Temperatures up to this one are greedy: in 32 bits nothing else could come out."""
-REACH: Final = 8.0
-"""How far below the highest logit the nucleus is looked for first: a factor of 3,000 in likelihood. Most nuclei
-lie within; the others cost a second look over all."""
+REACHES: Final = (2.0, 4.0, 7.0, 12.0)
+"""How far below the highest logit a nucleus is looked for, near first: few tokens lie near, and only they are sorted.
+A look costs a pass over the vocabulary, and most end with the second."""
 
 
 class NotFinite(ArithmeticError):
@@ -145,9 +145,12 @@ def _top_p(logits: Row, top: float, kept: Ids | None, p: float) -> Ids:
     """The fewest likeliest of `kept` (sorted; None for all) whose likelihoods, at temperature 1, reach `p`."""
     if kept is None:
         weights = np.exp(logits - np.float32(top))
-        needed = p * float(weights.sum(dtype=np.float64))
-        kept = np.flatnonzero(logits >= np.float32(top - REACH))
-        if float(weights[kept].sum(dtype=np.float64)) < needed:
+        needed = p * float(weights.sum())
+        for reach in REACHES:
+            kept = np.flatnonzero(weights >= np.float32(math.exp(-reach)))
+            if float(weights[kept].sum()) > needed:
+                break
+        else:
             kept = np.arange(logits.size)
         kept = _sorted(logits, kept)
         shares = np.cumsum(weights[kept], dtype=np.float64)
@@ -167,8 +170,8 @@ def _draw_from(weights: Row, u: float) -> int:
     if weights.size > 16 * BLOCK:
         # Find the block first, then the place in it.
         blocks = weights.size // BLOCK
-        sums = weights[: blocks * BLOCK].reshape(blocks, BLOCK).sum(axis=1, dtype=np.float64)
-        ends = np.append(sums, weights[blocks * BLOCK :].sum(dtype=np.float64)).cumsum()
+        sums = weights[: blocks * BLOCK].reshape(blocks, BLOCK).sum(axis=1)
+        ends = np.append(sums, weights[blocks * BLOCK :].sum()).cumsum(dtype=np.float64)
         target = u * float(ends[-1])
         block = min(int(np.searchsorted(ends, target, side="right")), blocks)
         target -= float(ends[block - 1]) if block else 0.0
