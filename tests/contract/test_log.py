@@ -458,8 +458,9 @@ async def test_a_member_that_leaves_hands_over_everything(
     other = await open_log()
     await place(fleet, jobs(topic, *(f"job-{number}" for number in range(40))))
     async with AsyncExitStack() as stack, fleet.join(group, [topic], "w1", names.events) as one:
+        mine = await hold(one, {}, PARTITIONS)
         two = await stack.enter_async_context(other.join(group, [topic], "w2", names.events))
-        mine, theirs = await asyncio.gather(hold(one, {}, 2), hold(two, {}, 2))
+        mine, theirs = await asyncio.gather(hold(one, mine, 2), hold(two, {}, 2))
         for gained in theirs.values():
             found = await gained.claim.read(3)
             await gained.claim.commit(settle(names.events, gained.claim.fence, found[0]))
@@ -621,11 +622,13 @@ def forget_ledgers(log_endpoints: Endpoints) -> Callable[[str], Awaitable[None]]
             connection.close()
             return
         from aiokafka.admin import AIOKafkaAdminClient
+        from aiokafka.protocol.admin import DeleteGroupsRequest
 
         admin = AIOKafkaAdminClient(bootstrap_servers=log_endpoints.kafka)
         await admin.start()
         try:
-            await admin.delete_consumer_groups([group])
+            response = await admin._send_request(DeleteGroupsRequest([group]), await admin.find_coordinator(group))
+            assert response.results == [(group, 0)]
         finally:
             await admin.close()
 

@@ -10,5 +10,6 @@ tailing.py      committed records as they come, without a group
 backlog.py      what is not settled yet
 topics.py       topics made and checked
 connection.py   single requests to brokers; errors become ours here
+stable_offsets.py  a request that aiokafka lacks
 closing.py      ends aiokafka's clients in bounded time
 """

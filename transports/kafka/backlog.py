@@ -18,6 +18,8 @@ log = structlog.get_logger(__name__)
 LOOK_BYTES: Final = 64 << 10
 """Read of each partition that lags. Records in it are counted; offsets behind it are, and may hold markers too."""
 AT_ONCE: Final = 8
+PATIENCE_S: Final = 0.5
+"""Wait for commits that are being ended. A killed worker's is open longer: then what held before it is answered."""
 
 
 class _Part(NamedTuple):
@@ -28,7 +30,8 @@ class _Part(NamedTuple):
 async def ledgers(connection: Connection, group: str, topics: Sequence[str]) -> dict[Place, Ledger]:
     """The ledgers as committed, by partition."""
     found: dict[Place, Ledger] = {}
-    for place, (offset, text) in (await connection.committed(group, await connection.places(topics))).items():
+    committed = await connection.committed(group, await connection.places(topics), PATIENCE_S)
+    for place, (offset, text) in committed.items():
         try:
             found[place] = Ledger.decode(offset, text)
         except LedgerError as error:

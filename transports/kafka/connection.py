@@ -12,7 +12,6 @@ import aiokafka.errors as kafka_errors
 from aiokafka import TopicPartition
 from aiokafka.client import AIOKafkaClient, CoordinationType
 from aiokafka.consumer.fetcher import READ_COMMITTED, READ_UNCOMMITTED, PartitionRecords
-from aiokafka.protocol.commit import OffsetFetchRequest
 from aiokafka.protocol.fetch import FetchRequest
 from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.protocol.offset import OffsetRequest
@@ -20,6 +19,7 @@ from aiokafka.record.memory_records import MemoryRecords
 
 from arriero.schemas.errors import Fenced, LogError, LogUnavailable, RecordTooLarge, TopicFault
 from arriero.transports.kafka.closing import close_client
+from arriero.transports.kafka.stable_offsets import UNSTABLE_CODE, StableOffsetFetchRequest, UnstableOffset
 from arriero.transports.log import Record
 
 CONNECT_S: Final = 8.0
@@ -27,6 +27,8 @@ CONNECT_S: Final = 8.0
 REQUEST_S: Final = 15.0
 """One request with all its repetitions. A broker that is restarted answers again within 5 to 10 s."""
 RETRY_S: Final = 0.1
+UNSTABLE_S: Final = 0.005
+"""A transaction's markers are written some milliseconds after its end was answered."""
 CHUNK_BYTES: Final = 1 << 20
 EARLIEST: Final = -2
 LATEST: Final = -1
@@ -126,28 +128,35 @@ class Connection:
 
         return await self._insist(ask) if places else {}
 
-    async def committed(self, group: str, places: Sequence[Place]) -> dict[Place, tuple[int, str]]:
+    async def committed(
+        self, group: str, places: Sequence[Place], patience_s: float = REQUEST_S
+    ) -> dict[Place, tuple[int, str]]:
         """Offset and the text beside it; partitions without are left out.
 
-        Right after a transaction's end this may still answer the offset before it.
+        While a transaction over one of them is being ended this waits for its end, at most `patience_s`; after that
+        it answers what was committed before it.
         """
+        if not places:
+            return {}
+        topics: dict[str, list[int]] = defaultdict(list)
+        for place in places:
+            topics[place.topic].append(place.partition)
+        until = asyncio.get_running_loop().time() + patience_s
 
         async def ask() -> dict[Place, tuple[int, str]]:
-            topics: dict[str, list[int]] = defaultdict(list)
-            for place in places:
-                topics[place.topic].append(place.partition)
             node = await self._open.coordinator_lookup(CoordinationType.GROUP, group)
-            response = await self._open.send(node, OffsetFetchRequest(group, list(topics.items())))
+            stable = asyncio.get_running_loop().time() < until
+            response = await self._open.send(node, StableOffsetFetchRequest(group, topics, stable=stable))
+            _check(response.error_code)
             found: dict[Place, tuple[int, str]] = {}
-            _check(getattr(response, "error_code", 0))
-            for topic, partitions in response.topics:
-                for partition, offset, text, code in partitions:
+            for topic, partitions, _ in response.topics:
+                for partition, offset, _, text, code, _ in partitions:
                     _check(code)
                     if offset >= 0:
                         found[Place(topic, partition)] = (offset, text or "")
             return found
 
-        return await self._insist(ask) if places else {}
+        return await self._insist(ask)
 
     async def read(self, place: Place, offset: int, *, most_bytes: int = CHUNK_BYTES) -> Chunk:
         """Committed records from this offset on, without waiting for more. At least one when there is one."""
@@ -190,6 +199,9 @@ class Connection:
                         if not error.retriable:
                             raise
                         reason = error
+                    if isinstance(reason, UnstableOffset):
+                        await asyncio.sleep(UNSTABLE_S)
+                        continue
                     await asyncio.wait({self._open.force_metadata_update()}, timeout=RETRY_S)
                     await asyncio.sleep(RETRY_S)
         except TimeoutError as error:
@@ -240,5 +252,7 @@ def as_record(record: Any) -> Record:
 
 
 def _check(code: int) -> None:
+    if code == UNSTABLE_CODE:
+        raise UnstableOffset
     if code:
         raise kafka_errors.for_code(code)()

@@ -70,7 +70,7 @@ class Rebuilder:
             if not done.done():
                 folds, self._waiting = self._waiting, {}
                 try:
-                    await self._scan({place: fold for place, (fold, _) in folds.items()})
+                    await self._scan({(place.topic, place.partition): fold for place, (fold, _) in folds.items()})
                 except BaseException:
                     for _, other in folds.values():
                         other.set_exception(LogUnavailable("the scan of the events has failed"))
@@ -79,7 +79,7 @@ class Rebuilder:
                     other.set_result(None)
         await done
 
-    async def _scan(self, folds: dict[Place, Rebuild]) -> None:
+    async def _scan(self, folds: dict[tuple[str, int], Rebuild]) -> None:
         places = await self._connection.places([self._events])
         ends = await self._connection.offsets(places, LATEST, committed=False)  # 2
         try:
@@ -99,7 +99,7 @@ class Rebuilder:
                 if chunk.next_offset <= offset:
                     break
                 offset = chunk.next_offset
-                fold_events((record for record in chunk.records if record.offset < ends[place]), {**folds})
+                fold_events((record for record in chunk.records if record.offset < ends[place]), folds)
                 await asyncio.sleep(0)  # a long fold must not keep heartbeats waiting
 
 
