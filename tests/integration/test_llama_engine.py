@@ -310,6 +310,13 @@ def test_settings_out_of_range_are_refused_by_name(tiny: Path, changes: dict[str
         LlamaBackend(settings(tiny, **changes), SystemClock())
 
 
+def test_a_cache_larger_than_the_memory_is_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("arriero.workers.engine.llama.model._free_memory_bytes", lambda: 1 << 20)
+    with pytest.raises(ModelError) as caught:
+        LlamaBackend(settings(tiny, n_ctx=100_000), SystemClock())
+    assert caught.value.code == "model_too_large"
+
+
 def test_a_small_batch_is_widened_to_the_slots(tiny: Path) -> None:
     backend = LlamaBackend(settings(tiny, n_batch=1), SystemClock())
     assert backend.info.n_batch >= SLOTS

@@ -6,6 +6,7 @@ range, and what llama.cpp refuses politely becomes a ModelError with the last th
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -38,6 +39,7 @@ CTX_MIN_TOKENS: Final = 256
 CTX_MAX_TOKENS: Final = 1 << 24
 KV_MEMORY_SHARE: Final = 0.5
 """Of the memory that is free before loading, less the weights: the largest KV cache that is chosen unasked."""
+GIB: Final = 1 << 30
 THREADS_MAX: Final = 16
 """Decoding is bound by memory; more threads than this rarely help and always cost."""
 
@@ -129,7 +131,7 @@ def load(settings: LlamaSettings, clock: Clock) -> Loaded:
         raise ModelError(f"llama.cpp cannot load {path}: {_last(said)}", code="model_invalid")
     try:
         _check_model(model, path)
-        context = _context(settings, model, header, devices)
+        context = _make_context(settings, model, header, devices)
         if not context:
             raise ModelError(
                 f"no room for the KV cache of {path.name}: {_last(said)}; "
@@ -142,7 +144,8 @@ def load(settings: LlamaSettings, clock: Clock) -> Loaded:
     n_ctx = llama.llama_n_ctx(context)
     train_ctx = llama.llama_model_n_ctx_train(model) or n_ctx
     template = header.metadata.get("tokenizer.chat_template", "")
-    device = " + ".join(device.description for device in devices) if offloaded else "cpu"
+    used = devices[settings.main_gpu :][:1] if settings.split_mode == "none" else devices
+    device = " + ".join(one.description for one in used) if offloaded else "cpu"
     info = ModelInfo(
         name=settings.name,
         digest=digest,
@@ -234,7 +237,7 @@ def _check_model(model: Any, path: Path) -> None:
             raise ModelError(f"{path.name} {what}; only plain decoder models are served", code="model_unsupported")
 
 
-def _context(settings: LlamaSettings, model: Any, header: Header, devices: list[Device]) -> Any:
+def _make_context(settings: LlamaSettings, model: Any, header: Header, devices: list[Device]) -> Any:
     slots = settings.slots or SLOTS_DEFAULT
     n_batch = max(slots, settings.n_batch or (BATCH_GPU_TOKENS if devices else BATCH_CPU_TOKENS))
     threads = settings.threads or min(THREADS_MAX, len(os.sched_getaffinity(0)))
@@ -255,15 +258,23 @@ def _context(settings: LlamaSettings, model: Any, header: Header, devices: list[
 
 
 def _n_ctx(settings: LlamaSettings, model: Any, header: Header, devices: list[Device], slots: int) -> int:
-    """The KV cache's size in tokens: as asked for, else one long sequence or `SLOT_CTX_TOKENS` a slot, whichever is
-    more, within the free memory."""
+    """The KV cache's size in tokens: as asked for, else `SLOT_CTX_TOKENS` a slot within the free memory.
+
+    Raises ModelError(model_too_large) rather than let the system end the process for want of memory.
+    """
+    token_bytes = _kv_token_bytes(settings, model, header)
+    free = sum(device.free_bytes for device in devices) if devices else _free_memory_bytes()
     if settings.n_ctx is not None:
+        needed = settings.n_ctx * token_bytes
+        if needed > free:
+            raise ModelError(
+                f"n_ctx = {settings.n_ctx:,} needs {needed / GIB:,.1f} GiB for the KV cache; {free / GIB:,.1f} GiB are free",
+                code="model_too_large",
+            )
         return settings.n_ctx
     train_ctx = llama.llama_model_n_ctx_train(model) or CTX_MIN_TOKENS
-    wanted = max(min(train_ctx, slots * SLOT_CTX_TOKENS), min(train_ctx * slots, slots * SLOT_CTX_TOKENS))
-    token_bytes = _kv_token_bytes(settings, model, header)
-    free = sum(device.free_bytes for device in devices) if devices else _free_memory_bytes() - header.size_bytes
-    affordable = int(max(0, free) * KV_MEMORY_SHARE / max(1.0, token_bytes))
+    wanted = slots * min(train_ctx, SLOT_CTX_TOKENS)
+    affordable = int(max(0, free - (0 if devices else header.size_bytes)) * KV_MEMORY_SHARE / max(1.0, token_bytes))
     return max(CTX_MIN_TOKENS, min(wanted, affordable) // CTX_MIN_TOKENS * CTX_MIN_TOKENS)
 
 
@@ -277,7 +288,15 @@ def _kv_token_bytes(settings: LlamaSettings, model: Any, header: Header) -> floa
 
 
 def _free_memory_bytes() -> int:
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """What may still be taken: Linux's own estimate (free pages alone would leave its file cache out), and no more
+    than the container is allowed."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    with contextlib.suppress(OSError, ValueError):
+        available = min(available, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return available
 
 
 def _ggml(name: str, result: Any, *arguments: Any) -> Any:
