@@ -62,8 +62,8 @@ class Doorbell:
         folder = self._folder / interest
         try:
             names = os.listdir(folder)  # noqa: PTH208 - no objects where a commit waits
-        except FileNotFoundError:
-            return
+        except OSError:
+            return  # nobody has ever listened
         for name in names:
             if name.startswith("."):
                 continue  # its listener has not opened it yet
@@ -72,7 +72,7 @@ class Doorbell:
                 fifo = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
             except OSError as error:
                 if error.errno == errno.ENXIO:
-                    with contextlib.suppress(FileNotFoundError):
+                    with contextlib.suppress(OSError):
                         Path(path).unlink()
                 continue
             try:
@@ -83,10 +83,10 @@ class Doorbell:
                 os.close(fifo)
 
     @contextlib.contextmanager
-    def listen(self, *interests: str) -> Iterator[Bell]:
-        """Hear the rings of these interests from now on. For the loop's thread; all listeners of one process share
-        one FIFO an interest."""
-        bell = Bell()
+    def listen(self, *interests: str, bell: Bell | None = None) -> Iterator[Bell]:
+        """Hear the rings of these interests from now on, with a bell of one's own if need be. For the loop's thread;
+        all listeners of one process share one FIFO an interest."""
+        bell = bell or Bell()
         for interest in interests:
             if interest not in self._listening:
                 fifo = Fifo(self._folder / interest)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Final
 
@@ -14,6 +13,7 @@ import structlog
 from arriero.schemas.clock import Clock, now_ms
 from arriero.schemas.errors import ArrieroError, Fenced, LogError, Revoked
 from arriero.transports.embedded import groups, records
+from arriero.transports.embedded.bells import Bell
 from arriero.transports.embedded.db import Database
 from arriero.transports.embedded.records import Catalog, Place
 from arriero.transports.ledger import PENDING_MAX, Ledger, Stamp
@@ -57,9 +57,8 @@ class EmbeddedClaim:
         self._turn = asyncio.Lock()
         self._in_flight: asyncio.Future[None] | None = None
         self._commits = 0
-        self._stack = ExitStack()
-        # Rung for new records, and struck here for room in the ledger and for the end.
-        self._bell = self._stack.enter_context(db.bells.listen(place.topic))
+        self._bell = Bell()
+        """Struck for new records, for room in the ledger, and for the end."""
 
     @property
     def topic(self) -> str:
@@ -126,6 +125,11 @@ class EmbeddedClaim:
                 self._on_end(self)
                 await self.let_go()
 
+    def arrived(self, end: int) -> None:
+        """The partition reaches up to this offset now."""
+        if end > self._position:
+            self._bell.strike()
+
     async def quiet(self) -> None:
         """Hand out no more records, and wait until its commits have come to rest."""
         self._suspended = True
@@ -142,7 +146,6 @@ class EmbeddedClaim:
         if self.ended is None:
             self.ended = reason
             self._bell.strike()
-            self._stack.close()
 
     async def let_go(self) -> None:
         """Free the partition for its next owner."""

@@ -30,7 +30,7 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
@@ -217,6 +217,8 @@ class _Writer:
         self._opened = opened
         self._reserve = Path(f"{db.path}.reserve")
         self._lock = -1
+        self._full = False
+        """Whether the last transaction found the disk full."""
 
     def run(self) -> None:
         db = self._db
@@ -242,9 +244,11 @@ class _Writer:
                     except queue.Empty:
                         break
                 running = job is not None
-                if batch:
-                    self._write(batch)
-                    self._tell(db._finish, batch)
+                urgent = [job for job in batch if job.urgent] if self._full else []
+                for part in (urgent, [job for job in batch if job not in urgent]):
+                    if part:
+                        self._write(part)
+                        self._tell(db._finish, part)
         finally:
             self._connection.close()
             os.close(self._lock)
@@ -277,7 +281,19 @@ class _Writer:
             self._keep_reserve()
 
     def _write(self, batch: list[_Job[Any]]) -> None:
-        """One transaction."""
+        """One transaction, and the bells."""
+        try:
+            rings = self._transact(batch)
+        except OSError as error:  # of the lock file
+            log.warning("database_write_failed", file=self._db.path.name, works=len(batch), error=repr(error))
+            for job in batch:
+                job.error = self._db._unavailable(f"{self._db.path}: {error.strerror}")
+            return
+        for interest in rings:
+            self._db.bells.ring(interest)
+
+    def _transact(self, batch: list[_Job[Any]]) -> Iterable[str]:
+        """One transaction; the interests to ring for."""
         db = self._db
         rings: dict[str, None] = {}
         with self._locked():
@@ -285,7 +301,7 @@ class _Writer:
                 for job in batch:
                     job.begun = not job.given_up
             batch = [job for job in batch if job.begun]
-            if any(job.urgent for job in batch):
+            if self._full and any(job.urgent for job in batch):
                 self._give_reserve()
             try:
                 self._connection.execute("BEGIN IMMEDIATE")
@@ -293,19 +309,20 @@ class _Writer:
                     if self._run(job):
                         rings.update(dict.fromkeys(job.rings))
                 self._connection.execute("COMMIT")
+                if self._full:
+                    self._full = False
+                    self._keep_reserve()
             except apsw.Error as error:
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
+                self._full = isinstance(error, apsw.FullError)
                 log.warning("database_write_failed", file=db.path.name, works=len(batch), error=repr(error))
                 for job in batch:
                     # An instance each: raising one exception in many tasks would tangle their tracebacks.
                     job.error = db._translate(error)
                     job.error.__cause__ = error
                 rings.clear()
-            if any(job.urgent for job in batch):
-                self._keep_reserve()
-        for interest in rings:
-            db.bells.ring(interest)
+        return rings
 
     def _run(self, job: _Job[Any]) -> bool:
         """One work in its savepoint; False when it raised and is undone."""

@@ -13,7 +13,8 @@ import contextlib
 import os
 import random
 import struct
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -24,7 +25,7 @@ import structlog
 from arriero.schemas.clock import Clock, now_ms
 from arriero.schemas.errors import ArrieroError, Fenced, LogError, Revoked, TopicFault
 from arriero.transports.embedded import groups, records
-from arriero.transports.embedded.bells import Fifo
+from arriero.transports.embedded.bells import Bell, Fifo
 from arriero.transports.embedded.claim import EmbeddedClaim
 from arriero.transports.embedded.db import Database, boot_id
 from arriero.transports.embedded.groups import Taken
@@ -44,6 +45,17 @@ REBUILD_RECORDS: Final = 200
 _BEAT: Final = struct.Struct("<d")
 
 log = structlog.get_logger(__name__)
+
+
+class _Arrivals(Bell):
+    """One query for all claims of a topic, where each would look for itself."""
+
+    def __init__(self, arrived: Callable[[], None]) -> None:
+        super().__init__()
+        self._arrived = arrived
+
+    def strike(self) -> None:
+        self._arrived()
 
 
 class EmbeddedMembership:
@@ -99,9 +111,9 @@ class EmbeddedMembership:
             self._beat()
             stack.callback(lambda: self._timer.cancel())
             stack.callback(self._unwatch_all)
-            # Held for the whole membership, so that claims, which come and go, do not make and drop FIFOs.
             self._bell = stack.enter_context(self._db.bells.listen(self._group))
-            stack.enter_context(self._db.bells.listen(*self._topics))
+            for topic in self._topics:
+                stack.enter_context(self._db.bells.listen(topic, bell=_Arrivals(partial(self._arrived, topic))))
             await self._join()
             stack.push_async_callback(self._leave)
             self._task = asyncio.create_task(self._run(), name=f"membership {self._group}")
@@ -293,6 +305,16 @@ class EmbeddedMembership:
     def _died(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._changes.put_nowait(error)
+
+    def _arrived(self, topic: str) -> None:
+        """A topic has new records: wake the claims on partitions that have."""
+        claims = {number: claim for number, claim in self._claims.items() if claim.topic == topic}
+        try:
+            bounds = self._db.read(partial(records.bounds, numbers=claims))
+        except LogError:
+            bounds = {}
+        for number, claim in claims.items():
+            claim.arrived(bounds[number][1] if number in bounds else sys.maxsize)  # its read then meets the error
 
     # signs of life
 
