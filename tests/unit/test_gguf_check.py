@@ -122,6 +122,7 @@ def test_a_file_that_lacks_its_last_byte_is_refused(tmp_path: Path) -> None:
         (made(tensor(), tokenizer__ggml__tokens=None), "model_unsupported"),
         (made(tensor(), tokenizer__ggml__eos_token_id=7), "model_invalid"),
         (made(tensor(), tokenizer__ggml__token_type=["x"]), "model_invalid"),
+        (made(tensor(), tokenizer__ggml__tokens=[str(i % 99) for i in range(100)]), "model_invalid"),
         (made(tensor(), split__count=3), "model_unsupported"),
         (made(tensor(), tensor()), "model_invalid"),
         (made(tensor(dims=(32, 0))), "model_invalid"),

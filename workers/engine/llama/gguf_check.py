@@ -47,6 +47,7 @@ _SCALARS: Final[dict[int, struct.Struct]] = {
 }
 _STRING: Final = 8
 _ARRAY: Final = 9
+_TOKENS: Final = "tokenizer.ggml.tokens"
 _U32, _U64 = _SCALARS[4], _SCALARS[10]
 
 BLOCKS: Final[dict[int, tuple[str, int, int]]] = {
@@ -219,6 +220,8 @@ class _Reader:
         if count <= KEPT_ARRAY_MAX:
             return [self._string() for _ in range(count)]
         unpack, data, at, size = _U64.unpack_from, self._data, self._at, self._size
+        words: set[bytes] | None = set() if key == _TOKENS else None
+        repeated = False
         for _ in range(count):  # by hand: a vocabulary is long, and each string a call otherwise
             if at + 8 > size:
                 self._at = at
@@ -226,9 +229,15 @@ class _Reader:
             length = unpack(data, at)[0]
             if length > STRING_MAX_BYTES:
                 raise self._bad(f"has a string of {length:,} bytes in {key[:80]!r}")
+            if words is not None and length:
+                word = data[at + 8 : at + 8 + length]
+                repeated = repeated or word in words
+                words.add(word)
             at += 8 + length
         self._at = min(at, size)
         self._take(at - self._at)
+        if repeated:
+            raise self._bad("has a token twice in its vocabulary")
         return Length(count)
 
     def _tensor(self) -> Tensor:
@@ -281,7 +290,7 @@ class _Reader:
             raise self._bad(f"has {key} = {str(value)[:40]}; 1 to {limit:,} is accepted")
 
     def _check_vocabulary(self, metadata: dict[str, Any]) -> None:
-        tokens = _items(metadata.get("tokenizer.ggml.tokens"))
+        tokens = _items(metadata.get(_TOKENS))
         if tokens is None:
             raise ModelError(f"{self._path} has no vocabulary", code="model_unsupported")
         if not 0 < tokens <= VOCABULARY_MAX:

@@ -268,7 +268,7 @@ def _n_ctx(settings: LlamaSettings, model: Any, header: Header, devices: list[De
         needed = settings.n_ctx * token_bytes
         if needed > free:
             raise ModelError(
-                f"n_ctx = {settings.n_ctx:,} needs {needed / GIB:,.1f} GiB for the KV cache; {free / GIB:,.1f} GiB are free",
+                f"the KV cache of n_ctx = {settings.n_ctx:,} needs {needed / GIB:,.1f} GiB; {free / GIB:,.1f} are free",
                 code="model_too_large",
             )
         return settings.n_ctx
