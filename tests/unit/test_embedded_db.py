@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import apsw
@@ -34,7 +35,7 @@ def numbers(connection: apsw.Connection) -> list[int]:
 
 async def test_a_write_answers_what_its_work_returned(tmp_path: Path) -> None:
     async with database(tmp_path) as db:
-        assert await db.write(lambda connection: numbers(connection)) == []
+        assert await db.write(numbers) == []
         await db.write(put)
         assert db.read(numbers) == [1]
 
@@ -43,7 +44,7 @@ async def test_works_that_are_pending_share_a_transaction(tmp_path: Path) -> Non
     async with database(tmp_path) as db, database(tmp_path) as other:
         seen: set[int] = set()
         before = other.read(lambda connection: connection.pragma("data_version"))
-        waiting = [db.submit(lambda connection, number=number: put(connection, number)) for number in range(200)]
+        waiting = [db.submit(partial(put, number=number)) for number in range(200)]
         while not all(each.done() for each in waiting):
             seen.add(other.read(lambda connection: connection.pragma("data_version")))
             await asyncio.sleep(0)
@@ -61,7 +62,7 @@ async def test_a_work_that_raises_undoes_itself_alone(tmp_path: Path) -> None:
         one, two, three = (
             db.submit(put),
             db.submit(fenced),
-            db.submit(lambda connection: put(connection, 3)),
+            db.submit(partial(put, number=3)),
         )
         await asyncio.wait({one, two, three})
         assert isinstance(two.exception(), Fenced)
@@ -74,7 +75,7 @@ async def test_a_caller_that_gives_up_does_not_stop_its_work(tmp_path: Path) -> 
         await asyncio.sleep(0)
         writing.cancel()
         await asyncio.wait({writing})
-        await db.write(lambda connection: put(connection, 2))
+        await db.write(partial(put, number=2))
         assert db.read(numbers) == [1, 2]
 
 
@@ -149,15 +150,15 @@ async def test_what_waits_too_long_for_the_lock_is_never_written(
 ) -> None:
     async with database(tmp_path) as db:
         await db.write(put)
-        async with stopped_holder(tmp_path) as holder:
-            monkeypatch.setattr(db_module, "LOCK_WAIT_S", 0.2)
-            with pytest.raises(LogUnavailable, match=f"process {holder.pid} was stopped"):
-                await db.write(lambda connection: put(connection, 2))
-            assert db.read(numbers) == [1]  # readers are not held up
-            monkeypatch.undo()
-            holder.send_signal(signal.SIGCONT)
-            await db.write(lambda connection: put(connection, 3))
-            assert db.read(numbers) == [1, 3, 7]
+    monkeypatch.setattr(db_module, "LOCK_WAIT_S", 0.5)
+    async with database(tmp_path) as db, stopped_holder(tmp_path) as holder:
+        with pytest.raises(LogUnavailable, match=f"process {holder.pid} was stopped"):
+            await db.write(partial(put, number=2))
+        assert db.read(numbers) == [1]  # readers are not held up
+        monkeypatch.undo()
+        holder.send_signal(signal.SIGCONT)
+        await db.write(partial(put, number=3))
+        assert db.read(numbers) == [1, 3, 7]
 
 
 # a full disk
@@ -169,10 +170,10 @@ async def test_a_full_disk_is_said_and_outlived_on_the_same_connection(tmp_path:
         pages = await db.write(lambda connection: connection.pragma("max_page_count", 20))
         assert pages == 20
         with pytest.raises(LogUnavailable, match="full: make room"):
-            await db.write(lambda connection: put(connection, 2, 200_000))
+            await db.write(partial(put, number=2, size=200_000))
         assert db.read(numbers) == [1]
         await db.write(lambda connection: connection.pragma("max_page_count", 10_000))
-        await db.write(lambda connection: put(connection, 2, 200_000))
+        await db.write(partial(put, number=2, size=200_000))
         assert db.read(numbers) == [1, 2]
 
 
@@ -183,7 +184,7 @@ async def test_the_reserve_is_given_to_what_frees_space(tmp_path: Path) -> None:
         assert reserve.stat().st_size == RESERVE_BYTES
         await db.write(lambda connection: connection.pragma("max_page_count", 20))
         with pytest.raises(LogUnavailable):
-            await db.write(lambda connection: put(connection, 2, 200_000))
+            await db.write(partial(put, number=2, size=200_000))
         during: list[int] = []
         urgent = db.submit(lambda _: during.append(reserve.stat().st_size), urgent=True)
         other = db.submit(lambda _: during.append(reserve.stat().st_size))
@@ -244,7 +245,7 @@ async def test_a_bell_rings_in_another_connection_after_the_commit(tmp_path: Pat
         with other.bells.listen("things") as bell:
             for number in range(3):
                 seen = bell.count
-                await db.write(lambda connection, number=number: put(connection, number), rings=["things"])
+                await db.write(partial(put, number=number), rings=["things"])
                 await asyncio.wait_for(bell.wait(seen), 5)
                 assert number in other.read(numbers)
 
@@ -285,5 +286,5 @@ async def test_a_dead_listeners_bell_is_removed_by_who_rings(tmp_path: Path) -> 
         dead = tmp_path / "bells" / "things" / "12345"
         os.mkfifo(dead)
         await db.write(put, rings=["things"])
-        await db.write(lambda connection: put(connection, 2), rings=["things"])
+        await db.write(partial(put, number=2), rings=["things"])
         assert not dead.exists()

@@ -219,6 +219,7 @@ class _Writer:
         self._lock = -1
         self._full = False
         """Whether the last transaction found the disk full."""
+        self._reserved = False
 
     def run(self) -> None:
         db = self._db
@@ -309,7 +310,7 @@ class _Writer:
                     if self._run(job):
                         rings.update(dict.fromkeys(job.rings))
                 self._connection.execute("COMMIT")
-                if self._full:
+                if self._full or (not self._reserved and any(job.urgent for job in batch)):
                     self._full = False
                     self._keep_reserve()
             except apsw.Error as error:
@@ -360,14 +361,15 @@ class _Writer:
 
     def _keep_reserve(self) -> None:
         """Hold space back, where there is some."""
-        with contextlib.suppress(OSError):
+        try:
             if not self._reserve.exists() or self._reserve.stat().st_size < RESERVE_BYTES:
-                try:
-                    self._reserve.write_bytes(bytes(RESERVE_BYTES))
-                except OSError:
-                    self._give_reserve()  # half a reserve helps nobody
+                self._reserve.write_bytes(bytes(RESERVE_BYTES))
+            self._reserved = True
+        except OSError:
+            self._give_reserve()  # half a reserve helps nobody
 
     def _give_reserve(self) -> None:
+        self._reserved = False
         with contextlib.suppress(OSError):
             os.truncate(self._reserve, 0)
 
