@@ -22,6 +22,7 @@ FETCH_S: Final = 600.0
 HEAP: Final = "640m"
 """Enough for the suites; the process takes 350 to 530 MB."""
 
+# A killed broker may register again only when its former session has run out: 9 s by default.
 _SETTINGS: Final = """\
 process.roles=broker,controller
 node.id=1
@@ -34,6 +35,8 @@ log.dirs={data}
 num.partitions=1
 auto.create.topics.enable=false
 group.initial.rebalance.delay.ms=0
+broker.heartbeat.interval.ms=500
+broker.session.timeout.ms=3000
 offsets.topic.replication.factor=1
 offsets.topic.num.partitions=4
 transaction.state.log.replication.factor=1

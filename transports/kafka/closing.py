@@ -7,7 +7,6 @@ it leaves connections and tasks behind. What is reached into here has no public 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import Any, Final
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
@@ -24,7 +23,7 @@ async def close_producer(producer: AIOKafkaProducer) -> None:
     """What is still in its buffers is not sent; an open transaction stays open until its next owner ends it."""
     stopping = asyncio.create_task(producer.stop(), name="kafka-producer-stop")
     await _wait(stopping, PRODUCER_STOP_S)
-    if not stopping.done():
+    if not stopping.done() or stopping.cancelled():
         sender = producer._sender.sender_task
         if sender is not None:
             await _cancel(sender)
@@ -38,9 +37,6 @@ async def close_consumer(consumer: AIOKafkaConsumer) -> None:
     """Leaves the group as the last thing."""
     stopping = asyncio.create_task(consumer.stop(), name="kafka-consumer-stop")
     await _wait(stopping, CONSUMER_STOP_S)
-    if stopping.done():
-        with contextlib.suppress(Exception):
-            stopping.result()
     coordinator, fetcher = consumer._coordinator, consumer._fetcher
     for owner, name in (
         (coordinator, "_coordination_task"),
@@ -65,7 +61,10 @@ async def close_client(client: AIOKafkaClient) -> None:
 
 
 async def _wait(task: asyncio.Task[Any], timeout_s: float) -> None:
+    """Waits for its end, however it ends."""
     await asyncio.wait({task}, timeout=timeout_s)
+    if task.done() and not task.cancelled():
+        task.exception()
 
 
 async def _cancel(task: asyncio.Task[Any]) -> None:
@@ -75,8 +74,6 @@ async def _cancel(task: asyncio.Task[Any]) -> None:
             break
         task.cancel()
         await _wait(task, _FORCE_S)
-    if task.done() and not task.cancelled():
-        task.exception()
 
 
 def _hear_out(producer: AIOKafkaProducer) -> None:

@@ -179,7 +179,7 @@ class Connection:
         leader = self._open.cluster.leader_for_partition(place)
         if leader is None or leader == -1:
             self._open.add_topic(place.topic)
-            raise kafka_errors.LeaderNotAvailableError(str(place))
+            raise kafka_errors.LeaderNotAvailableError(f"{place.topic}/{place.partition}")
         return int(leader)
 
     @property

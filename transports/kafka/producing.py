@@ -52,6 +52,7 @@ class PartitionProducer:
         self._connection = connection
         self._group = group
         self._place = place
+        self._where = f"{place.topic}/{place.partition}"
         self._clock = clock
         self._producer: AIOKafkaProducer | None = None
 
@@ -109,7 +110,7 @@ class PartitionProducer:
                 await offset  # 4
                 await producer.commit_transaction()  # 5
         except TimeoutError as error:
-            raise LogUnavailable(f"a commit of {self._place} took over {COMMIT_S:.0f} s") from error
+            raise LogUnavailable(f"a commit of {self._where} took over {COMMIT_S:.0f} s") from error
         except Exception as error:
             failure = translate(error)
             if isinstance(failure, RecordTooLarge):
@@ -125,7 +126,7 @@ class PartitionProducer:
             async with asyncio.timeout(COMMIT_S):
                 await self._producer.abort_transaction()
         except Exception as error:
-            raise LogUnavailable(f"a refused commit of {self._place} could not be undone") from error
+            raise LogUnavailable(f"a refused commit of {self._where} could not be undone") from error
 
     async def close(self) -> None:
         if self._producer is not None:
