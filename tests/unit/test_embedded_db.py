@@ -16,7 +16,9 @@ import pytest
 
 from arriero.schemas.errors import BusUnavailable, Fenced, LogUnavailable, SetupError
 from arriero.transports.embedded import db as db_module
-from arriero.transports.embedded.db import RESERVE_BYTES, Database
+from arriero.transports.embedded import shared
+from arriero.transports.embedded.db import Database
+from arriero.transports.embedded.writer import RESERVE_BYTES
 
 SCHEMA = "CREATE TABLE things (number INTEGER PRIMARY KEY, body BLOB) STRICT"
 
@@ -99,7 +101,7 @@ async def test_a_closed_file_is_unavailable(tmp_path: Path) -> None:
 # the lock
 
 HOLDER = """
-import asyncio, os, signal, sys
+import asyncio, os, signal, sys, time
 from pathlib import Path
 from arriero.schemas.errors import LogUnavailable
 from arriero.transports.embedded.db import Database
@@ -108,6 +110,7 @@ def stop(connection):
     connection.execute("INSERT INTO things VALUES (7, NULL)")
     print("holds", flush=True)
     os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.2)  # another thread takes the signal; this one must not have gone on when it does
 
 async def main():
     db = Database(Path(sys.argv[1]) / "log.db", schema="", version=1, durable=True, unavailable=LogUnavailable)
@@ -232,7 +235,7 @@ async def test_a_disposable_file_is_emptied_after_a_boot_and_only_then(
         await db.write(put)
     async with open_bus() as db:
         assert db.read(numbers) == [1]
-    monkeypatch.setattr(db_module, "boot_id", lambda: "another")
+    monkeypatch.setattr(shared, "boot_id", lambda: "another")
     async with open_bus() as db:
         assert db.read(numbers) == []
 

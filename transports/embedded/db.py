@@ -25,36 +25,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
-import os
-import queue
-import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, TypeVar
 
 import apsw
-import structlog
 
-from arriero.schemas.errors import ArrieroError, SetupError
+from arriero.schemas.errors import ArrieroError
 from arriero.transports.embedded.bells import Doorbell
+from arriero.transports.embedded.shared import SharedFile, check_sqlite, make_folder
+from arriero.transports.embedded.writer import Job, Work, Writer
 
-SQLITE_LEAST: Final = (3, 51, 3)
 LOCK_WAIT_S: Final = 5.0
 """A transaction takes milliseconds. Who waits longer is behind a stopped process, or a disk that has gone."""
-BATCH_MAX: Final = 1_000
-"""Works in one transaction: bounds how long other processes wait for it."""
-CHECKPOINT_PAGES: Final = 1_000
-JOURNAL_BYTES: Final = 4 << 20
-"""The WAL file is cut to this after a checkpoint; one long reader would else leave it huge for ever."""
-RESERVE_BYTES: Final = 1_500_000
-"""Given back when the disk is full: without it not even deleting old records would be possible."""
 
 T = TypeVar("T")
-Work = Callable[[apsw.Connection], T]
-
-log = structlog.get_logger(__name__)
 
 
 class Database:
@@ -65,45 +51,40 @@ class Database:
     ) -> None:
         self.path = path
         self.bells = Doorbell(path.parent)
-        self._schema = schema
-        self._version = version
-        self._durable = durable
-        self._unavailable = unavailable
-        self._jobs: queue.SimpleQueue[_Job[Any] | None] = queue.SimpleQueue()
-        self._waiting: deque[_Job[Any]] = deque()
-        self._gate = threading.Lock()
+        self._file = SharedFile(path=path, schema=schema, version=version, durable=durable, unavailable=unavailable)
+        self._waiting: deque[Job[Any]] = deque()
         self._watch: asyncio.TimerHandle | None = None
-        self._closed = True
+        self._open = False
 
     async def __aenter__(self) -> Database:
-        if tuple(map(int, apsw.sqlite_lib_version().split("."))) < SQLITE_LEAST:
-            raise SetupError(f"SQLite {apsw.sqlite_lib_version()} corrupts shared files; upgrade the package apsw")
+        check_sqlite()
         make_folder(self.path.parent)
         self._loop = asyncio.get_running_loop()
-        self._closed = False
-        self._stopped = self._loop.create_future()
-        opened: asyncio.Future[None] = self._loop.create_future()
-        writer = _Writer(self, opened)
-        # A daemon: one that waits for a stopped process's lock must not keep this process from ending.
-        threading.Thread(target=writer.run, name=f"write {self.path.name}", daemon=True).start()
+        self._writer = Writer(self._file, self.bells.ring, self._finish)
+        self._writer.start()
         try:
             async with asyncio.timeout(LOCK_WAIT_S):
-                await asyncio.shield(opened)
-        except TimeoutError:
-            self._closed = True
-            self._jobs.put(None)
-            raise self._unavailable(self._holder()) from None
-        self._reader = _connect(self.path, self._durable)
+                await asyncio.shield(self._writer.opened)
+            self._reader = self._file.connect()
+        except BaseException as error:
+            self._writer.close()
+            if isinstance(error, TimeoutError):
+                raise self._file.locked_out(LOCK_WAIT_S) from None
+            if isinstance(error, apsw.Error):
+                raise self._file.translate(error) from error
+            raise
+        self._open = True
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         """What is pending is written first; behind a stopped process's lock it is given up after LOCK_WAIT_S."""
-        self._closed = True
+        self._open = False
         self._reader.close()
-        self._jobs.put(None)
+        self._writer.close()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LOCK_WAIT_S + 1):
-                await asyncio.shield(self._stopped)
+            async with asyncio.timeout(LOCK_WAIT_S):
+                await asyncio.shield(self._writer.closed)
+        self._give_up(float("inf"))
         if self._watch is not None:
             self._watch.cancel()
 
@@ -117,28 +98,28 @@ class Database:
 
     def submit(self, work: Work[T], *, rings: Sequence[str] = (), urgent: bool = False) -> asyncio.Future[T]:
         """As `write`, for those who hold the future themselves (and do not cancel it)."""
-        future: asyncio.Future[T] = self._loop.create_future()
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         future.add_done_callback(_mark_retrieved)
-        if self._closed:
-            future.set_exception(self._unavailable(f"{self.path.name} has been closed"))
+        if not self._open:
+            future.set_exception(self._closed())
             return future
-        job = _Job(work, future, rings, urgent, self._loop.time() + LOCK_WAIT_S)
+        job = Job(work, future, rings, urgent, self._loop.time() + LOCK_WAIT_S)
         self._waiting.append(job)
-        self._jobs.put(job)
+        self._writer.put(job)
         if self._watch is None:
-            self._watch = self._loop.call_later(LOCK_WAIT_S, self._expire)
+            self._watch = self._loop.call_at(job.give_up_at, self._look)
         return future
 
     def read(self, work: Work[T]) -> T:
         """Run `work` now, in the caller's thread (the loop's): for reads of well under a millisecond."""
-        if self._closed:
-            raise self._unavailable(f"{self.path.name} has been closed")
+        if not self._open:
+            raise self._closed()
         try:
             return work(self._reader)
         except apsw.Error as error:
-            raise self._translate(error) from error
+            raise self._file.translate(error) from error
 
-    def _finish(self, batch: Sequence[_Job[Any]]) -> None:
+    def _finish(self, batch: Sequence[Job[Any]]) -> None:
         """One batch's answers, in the loop."""
         for job in batch:
             if job.future.done():
@@ -150,273 +131,24 @@ class Database:
         while self._waiting and self._waiting[0].future.done():
             self._waiting.popleft()
 
-    def _expire(self) -> None:
-        """Give up on works that have waited too long for the lock. What has begun is never given up."""
+    def _look(self) -> None:
+        """See whether works have waited too long for the lock, as long as any are pending."""
         self._watch = None
         now = self._loop.time()
-        for job in self._waiting:
-            with self._gate:
-                if job.future.done() or job.begun:
-                    continue
-                if job.give_up_at > now:
-                    break
-                job.given_up = True
-            job.future.set_exception(self._unavailable(self._holder()))
+        self._give_up(now)
+        if self._waiting:
+            # What has begun, and is late, is waited for.
+            self._watch = self._loop.call_at(max(self._waiting[0].give_up_at, now + LOCK_WAIT_S / 10), self._look)
+
+    def _give_up(self, now: float) -> None:
+        late = [job for job in self._waiting if job.give_up_at <= now and not job.future.done() and job.give_up()]
+        for job in late:
+            job.future.set_exception(self._file.locked_out(LOCK_WAIT_S))
         while self._waiting and self._waiting[0].future.done():
             self._waiting.popleft()
-        if self._waiting and not self._closed:
-            next_at = max(self._waiting[0].give_up_at, now + 0.1)
-            self._watch = self._loop.call_at(next_at, self._expire)
 
-    def _holder(self) -> str:
-        """Who holds the lock, in a sentence."""
-        text = f"{self.path} could not be locked for {LOCK_WAIT_S:.0f} s"
-        try:
-            pid = int(Path(f"{self.path}.lock").read_text())
-        except (OSError, ValueError):
-            return text
-        state = ""
-        with contextlib.suppress(OSError, IndexError):
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        if state in ("T", "t"):
-            return (
-                f"{text}: process {pid} was stopped while it held the lock; go on with it (kill -CONT {pid}) or end it"
-            )
-        return f"{text}: process {pid} holds the lock"
-
-    def _translate(self, error: apsw.Error) -> ArrieroError:
-        if isinstance(error, apsw.FullError):
-            return self._unavailable(f"the disk that holds {self.path} is full: make room, it then goes on by itself")
-        return self._unavailable(f"{self.path}: {type(error).__name__}: {error}")
-
-
-class _Job(Generic[T]):
-    """A work on its way through the writer."""
-
-    __slots__ = ("answer", "begun", "error", "future", "give_up_at", "given_up", "rings", "urgent", "work")
-
-    def __init__(
-        self, work: Work[T], future: asyncio.Future[T], rings: Sequence[str], urgent: bool, give_up_at: float
-    ) -> None:
-        self.work = work
-        self.future = future
-        self.rings = rings
-        self.urgent = urgent
-        self.give_up_at = give_up_at
-        self.given_up = False
-        self.begun = False
-        self.answer: T | None = None
-        self.error: Exception | None = None
-
-
-class _Writer:
-    """The thread of a `Database`."""
-
-    def __init__(self, db: Database, opened: asyncio.Future[None]) -> None:
-        self._db = db
-        self._opened = opened
-        self._reserve = Path(f"{db.path}.reserve")
-        self._lock = -1
-        self._full = False
-        """Whether the last transaction found the disk full."""
-        self._reserved = False
-
-    def run(self) -> None:
-        db = self._db
-        try:
-            self._open()
-        except Exception as error:
-            if self._lock >= 0:
-                os.close(self._lock)
-            self._tell(_settle, self._opened, error)
-            return
-        self._tell(_settle, self._opened, None)
-        running = True
-        try:
-            while running:
-                batch: list[_Job[Any]] = []
-                job = db._jobs.get()
-                while job is not None:
-                    batch.append(job)
-                    if len(batch) == BATCH_MAX:
-                        break
-                    try:
-                        job = db._jobs.get_nowait()
-                    except queue.Empty:
-                        break
-                running = job is not None
-                urgent = [job for job in batch if job.urgent] if self._full else []
-                for part in (urgent, [job for job in batch if job not in urgent]):
-                    if part:
-                        self._write(part)
-                        self._tell(db._finish, part)
-        finally:
-            self._connection.close()
-            os.close(self._lock)
-            self._tell(_settle, db._stopped, None)
-
-    def _open(self) -> None:
-        db = self._db
-        try:
-            self._lock = os.open(f"{db.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise SetupError(
-                f"the data folder {db.path.parent} cannot be used: {error.strerror}", code="data_folder_unwritable"
-            ) from error
-        with self._locked():
-            if not db._durable:
-                self._discard_after_boot()
-            try:
-                self._connection = _connect(db.path, db._durable)
-                found = self._connection.pragma("user_version")
-                if found == 0:
-                    with self._connection:
-                        self._connection.execute(db._schema)
-                        self._connection.pragma("user_version", db._version)
-            except apsw.NotADBError as error:
-                raise SetupError(f"{db.path} is not a database: give another data folder, or move it away") from error
-            except apsw.Error as error:
-                raise db._translate(error) from error
-            if found not in (0, db._version):
-                raise SetupError(f"{db.path} was written by another release (layout {found}, here {db._version})")
-            self._keep_reserve()
-
-    def _write(self, batch: list[_Job[Any]]) -> None:
-        """One transaction, and the bells."""
-        try:
-            rings = self._transact(batch)
-        except OSError as error:  # of the lock file
-            log.warning("database_write_failed", file=self._db.path.name, works=len(batch), error=repr(error))
-            for job in batch:
-                job.error = self._db._unavailable(f"{self._db.path}: {error.strerror}")
-            return
-        for interest in rings:
-            self._db.bells.ring(interest)
-
-    def _transact(self, batch: list[_Job[Any]]) -> Iterable[str]:
-        """One transaction; the interests to ring for."""
-        db = self._db
-        rings: dict[str, None] = {}
-        with self._locked():
-            with db._gate:
-                for job in batch:
-                    job.begun = not job.given_up
-            batch = [job for job in batch if job.begun]
-            if self._full and any(job.urgent for job in batch):
-                self._give_reserve()
-            try:
-                self._connection.execute("BEGIN IMMEDIATE")
-                for job in batch:
-                    if self._run(job):
-                        rings.update(dict.fromkeys(job.rings))
-                self._connection.execute("COMMIT")
-                if self._full or (not self._reserved and any(job.urgent for job in batch)):
-                    self._full = False
-                    self._keep_reserve()
-            except apsw.Error as error:
-                if self._connection.in_transaction:
-                    self._connection.execute("ROLLBACK")
-                self._full = isinstance(error, apsw.FullError)
-                log.warning("database_write_failed", file=db.path.name, works=len(batch), error=repr(error))
-                for job in batch:
-                    # An instance each: raising one exception in many tasks would tangle their tracebacks.
-                    job.error = db._translate(error)
-                    job.error.__cause__ = error
-                rings.clear()
-        return rings
-
-    def _run(self, job: _Job[Any]) -> bool:
-        """One work in its savepoint; False when it raised and is undone."""
-        self._connection.execute("SAVEPOINT work")
-        try:
-            job.answer = job.work(self._connection)
-        except apsw.Error:
-            raise
-        except Exception as error:
-            self._connection.execute("ROLLBACK TO work; RELEASE work")
-            job.error = error
-            return False
-        self._connection.execute("RELEASE work")
-        return True
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        try:
-            os.pwrite(self._lock, b"%-10d\n" % os.getpid(), 0)
-            yield
-        finally:
-            fcntl.flock(self._lock, fcntl.LOCK_UN)
-
-    def _discard_after_boot(self) -> None:
-        """What was not synchronised may be torn after a power loss; nobody can hold it open from before."""
-        path = self._db.path
-        mark = Path(f"{path}.boot")
-        boot = boot_id()
-        if mark.exists() and mark.read_text() == boot:
-            return
-        for name in (path, Path(f"{path}-wal"), Path(f"{path}-shm")):
-            name.unlink(missing_ok=True)
-        mark.write_text(boot)
-
-    def _keep_reserve(self) -> None:
-        """Hold space back, where there is some."""
-        try:
-            if not self._reserve.exists() or self._reserve.stat().st_size < RESERVE_BYTES:
-                self._reserve.write_bytes(bytes(RESERVE_BYTES))
-            self._reserved = True
-        except OSError:
-            self._give_reserve()  # half a reserve helps nobody
-
-    def _give_reserve(self) -> None:
-        self._reserved = False
-        with contextlib.suppress(OSError):
-            os.truncate(self._reserve, 0)
-
-    def _tell(self, callback: Callable[..., None], *arguments: object) -> None:
-        # The loop is closed when its owner did not wait for this thread, which a stopped process held up.
-        with contextlib.suppress(RuntimeError):
-            self._db._loop.call_soon_threadsafe(callback, *arguments)
-
-
-def make_folder(folder: Path) -> None:
-    """Make a data folder. Raises SetupError when it cannot be."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except FileExistsError as error:
-        raise SetupError(f"the data folder {folder} is a file", code="data_folder_unwritable") from error
-    except OSError as error:
-        raise SetupError(
-            f"the data folder {folder} cannot be made: {error.strerror}", code="data_folder_unwritable"
-        ) from error
-
-
-def boot_id() -> str:
-    """Tells one boot of this machine from another; empty where the system does not say."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
-def _connect(path: Path, durable: bool) -> apsw.Connection:
-    connection = apsw.Connection(str(path))
-    connection.set_busy_timeout(1_000)  # only for the moments in which SQLite itself recovers or checkpoints
-    connection.execute(
-        f"PRAGMA journal_mode=WAL; PRAGMA synchronous={'FULL' if durable else 'OFF'};"
-        f"PRAGMA wal_autocheckpoint={CHECKPOINT_PAGES}; PRAGMA journal_size_limit={JOURNAL_BYTES};"
-        "PRAGMA temp_store=MEMORY"
-    ).fetchall()
-    return connection
-
-
-def _settle(future: asyncio.Future[None], error: Exception | None) -> None:
-    if future.done():
-        pass
-    elif error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)
+    def _closed(self) -> ArrieroError:
+        return self._file.unavailable(f"{self.path.name} is closed")
 
 
 def _mark_retrieved(future: asyncio.Future[Any]) -> None:

@@ -1,10 +1,4 @@
-"""The job log in one SQLite file of a data folder: see docs/job-log.md and the modules beside.
-
-bells.py  db.py      wake-ups between processes; a SQLite file that several processes write
-records.py           topics and records
-groups.py            members, who gets which partition, leases with their ledgers
-member.py  claim.py  the seam's Membership and Claim on top
-"""
+"""The job log in one SQLite file of a data folder."""
 
 from __future__ import annotations
 
@@ -40,10 +34,9 @@ log = structlog.get_logger(__name__)
 
 
 class EmbeddedLog:
-    """See the seam's `JobLog`."""
+    """See the seam's `JobLog`. Callers name every topic and group, so `names` has nothing to add here."""
 
     def __init__(self, folder: Path, *, names: Names, clock: Clock, rng: random.Random) -> None:
-        self._names = names
         self._clock = clock
         self._rng = rng
         self._catalog = Catalog()

@@ -27,9 +27,10 @@ from arriero.schemas.errors import ArrieroError, Fenced, LogError, Revoked, Topi
 from arriero.transports.embedded import groups, records
 from arriero.transports.embedded.bells import Bell, Fifo
 from arriero.transports.embedded.claim import EmbeddedClaim
-from arriero.transports.embedded.db import Database, boot_id
+from arriero.transports.embedded.db import Database
 from arriero.transports.embedded.groups import Taken
 from arriero.transports.embedded.records import Catalog, Place
+from arriero.transports.embedded.shared import boot_id
 from arriero.transports.ledger import Ledger
 from arriero.transports.log import Gained, Lost
 from arriero.transports.rebuild import Rebuild, fold_events
