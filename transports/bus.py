@@ -169,6 +169,13 @@ class TokenBus(Protocol):
 
     async def __aexit__(self, *exc: object) -> None: ...
 
+    async def check(self) -> None:
+        """Whether the bus answers and is fit for its work. Raises BusUnavailable, SetupError.
+
+        Entering does not ask: a worker starts without a bus, and its tokens wait.
+        """
+        ...
+
     # the owner's calls
     async def open(self, requests: Sequence[OpenRequest]) -> list[Opened]: ...
 

@@ -1,0 +1,162 @@
+"""One subscriber connection that all followers of a process share.
+
+redis-py's own PubSub subscribes again by itself after a lost connection, and so hides that messages were missed.
+Here a lost connection ends every subscription with BusUnavailable, and each reader starts over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+import msgspec
+import structlog
+from redis.asyncio.connection import ConnectionPool
+from redis.exceptions import RedisError
+
+from arriero.schemas.codec import decode_message
+from arriero.schemas.errors import BusUnavailable
+from arriero.schemas.token import Look, Message
+
+PING_EVERY_S: Final = 5.0
+"""A connection silent for so long is asked; one that does not answer within the same time again is lost."""
+INBOX_MAX: Final = 1_000
+"""Messages a slow reader may leave unread. Beyond it they are dropped for one `look`: it reads the stream anyway."""
+
+log = structlog.get_logger(__name__)
+
+
+class RedisSubscription:
+    """A follower's inbox."""
+
+    def __init__(self) -> None:
+        self.confirmed = asyncio.get_running_loop().create_future()
+        self._inbox: asyncio.Queue[Message | None] = asyncio.Queue()
+
+    async def message(self) -> Message:
+        message = await self._inbox.get()
+        if message is None:
+            self._inbox.put_nowait(None)
+            raise BusUnavailable("the connection to Redis was lost")
+        return message
+
+    def put(self, message: Message) -> None:
+        if self._inbox.qsize() >= INBOX_MAX:
+            while not self._inbox.empty():
+                self._inbox.get_nowait()
+            message = Look()
+        self._inbox.put_nowait(message)
+
+    def lose(self, error: BusUnavailable) -> None:
+        if not self.confirmed.done():
+            self.confirmed.set_exception(error)
+            self.confirmed.exception()  # its follower may have gone
+        self._inbox.put_nowait(None)
+
+
+class Channels:
+    """Subscriptions by channel on one connection, which is made when the first follower comes."""
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        # Protocol 2: messages come as plain arrays, and PING is allowed while subscribed.
+        self._pool: Any = ConnectionPool.from_url(
+            url, protocol=2, socket_timeout=None, socket_connect_timeout=timeout_s, decode_responses=True
+        )
+        self._followers: dict[str, set[RedisSubscription]] = {}
+        self._connection: Any = None
+        self._reading: asyncio.Task[None] | None = None
+        self._writing = asyncio.Lock()
+
+    async def close(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._reading
+        await self._pool.disconnect()
+
+    @contextlib.asynccontextmanager
+    async def follow(self, channel: str) -> AsyncIterator[RedisSubscription]:
+        subscription = RedisSubscription()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._subscribe(channel, subscription)
+                await subscription.confirmed
+        except (RedisError, OSError, TimeoutError) as error:
+            await self._leave(channel, subscription)
+            raise BusUnavailable(f"Redis is out of reach: {error or 'no answer'}") from error
+        except BaseException:
+            await self._leave(channel, subscription)
+            raise
+        try:
+            yield subscription
+        finally:
+            await self._leave(channel, subscription)
+
+    async def _subscribe(self, channel: str, subscription: RedisSubscription) -> None:
+        async with self._writing:
+            if self._connection is None:
+                connection = self._pool.make_connection()
+                await connection.connect()
+                self._connection = connection
+                self._reading = asyncio.create_task(self._read(connection), name="redis channels")
+            followers = self._followers.setdefault(channel, set())
+            followers.add(subscription)
+            # Also when others follow the channel already: the server confirms once more, and nothing is assumed.
+            await self._connection.send_command("SUBSCRIBE", channel)
+
+    async def _leave(self, channel: str, subscription: RedisSubscription) -> None:
+        followers = self._followers.get(channel)
+        if followers is None:
+            return
+        followers.discard(subscription)
+        if followers:
+            return
+        del self._followers[channel]
+        with contextlib.suppress(RedisError, OSError):
+            async with self._writing:
+                if self._connection is not None and channel not in self._followers:
+                    await self._connection.send_command("UNSUBSCRIBE", channel)
+
+    async def _read(self, connection: Any) -> None:
+        """Hand messages out until the connection is lost."""
+        asked = False
+        reason = "closed"
+        try:
+            while True:
+                reply = await connection.read_response(timeout=PING_EVERY_S)
+                if reply is None:
+                    if asked:
+                        raise TimeoutError("no answer to PING")
+                    asked = True
+                    async with self._writing:
+                        await connection.send_command("PING")
+                    continue
+                asked = False
+                self._take(reply)
+        except (RedisError, OSError, TimeoutError) as error:
+            reason = str(error) or type(error).__name__
+            log.warning("bus_connection_lost", error=reason)
+        finally:
+            self._connection, self._reading = None, None
+            followers, self._followers = self._followers, {}
+            for subscriptions in followers.values():
+                for subscription in subscriptions:
+                    subscription.lose(BusUnavailable(f"the connection to Redis was lost: {reason}"))
+            await connection.disconnect()
+
+    def _take(self, reply: list[Any]) -> None:
+        kind, channel = reply[0], reply[1]
+        if kind == "subscribe":
+            for subscription in self._followers.get(channel, ()):
+                if not subscription.confirmed.done():
+                    subscription.confirmed.set_result(None)
+        elif kind == "message":
+            try:
+                message = decode_message(reply[2])
+            except msgspec.MsgspecError:
+                message = Look()  # of a later release, or nobody's: the stream itself tells
+            for subscription in self._followers.get(channel, ()):
+                subscription.put(message)
