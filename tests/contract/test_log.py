@@ -367,22 +367,25 @@ async def test_a_commit_that_is_too_large_writes_nothing_and_leaves_the_claim(
         assert event.value == completed(record, claim.fence)
 
 
-async def test_a_commit_whose_caller_gives_up_leaves_the_claim(
+async def test_commits_whose_callers_give_up_leave_the_claim_and_its_ledger_true(
     single: JobLog, group: str, topic: str, names: Names
 ) -> None:
-    await place(single, jobs(topic, "a", "b"))
+    rounds = 12
+    await place(single, jobs(topic, *(f"job-{number}" for number in range(2 * rounds))))
     async with claimed(single, group, topic, names.events) as claim:
-        first, second = await read_all(claim, 2)
-        committing = asyncio.ensure_future(claim.commit(settle(names.events, claim.fence, first)))
-        await asyncio.sleep(0)
-        committing.cancel()
-        await asyncio.wait({committing})
-        await claim.commit(settle(names.events, claim.fence, second))
-        done = claim.ledger.is_settled(first.offset)
-        assert claim.ledger.is_settled(second.offset)
-        # Whether it took effect is open; events and ledger say the same.
-        events = await tailed(single, [names.events], 1 + done)
-        assert [record.key for record in events] == ([b"a", b"b"] if done else [b"b"])
+        found = await read_all(claim, 2 * rounds)
+        for turns in range(rounds):
+            committing = asyncio.ensure_future(claim.commit(settle(names.events, claim.fence, found[2 * turns])))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            committing.cancel()
+            await asyncio.wait({committing})
+            await claim.commit(settle(names.events, claim.fence, found[2 * turns + 1]))
+        # Whether those took effect is open; events and ledger say the same.
+        settled = [record for record in found if claim.ledger.is_settled(record.offset)]
+        assert {record.key for record in found[1::2]} <= {record.key for record in settled}
+        events = await tailed(single, [names.events], len(settled))
+        assert [event.key for event in events] == [record.key for record in settled]
 
 
 async def test_a_claim_holds_a_bounded_number_of_records(single: JobLog, group: str, topic: str, names: Names) -> None:

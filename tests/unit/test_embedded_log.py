@@ -16,7 +16,7 @@ import structlog.testing
 from arriero.schemas.clock import SystemClock
 from arriero.schemas.errors import Fenced, LogUnavailable, TopicFault
 from arriero.schemas.names import Names
-from arriero.transports.embedded import member
+from arriero.transports.embedded import groups, member
 from arriero.transports.embedded.log import EmbeddedLog
 from arriero.transports.embedded.records import BATCH_MAX_BYTES
 from arriero.transports.log import Claim, Commit, Gained, Lost, Membership, Outgoing, Placed, TopicSpec
@@ -163,12 +163,45 @@ async def test_a_claim_whose_commit_failed_is_in_doubt_and_then_continued(log: E
         assert again.claim.ledger.offset == 2
 
 
+async def test_a_partition_in_doubt_goes_to_a_member_that_joins(
+    log: EmbeddedLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic = "ns.jobs.default.batch"
+    await log.ensure([TopicSpec(topic, 2)])
+    other = EmbeddedLog(tmp_path, names=Names("ns"), clock=SystemClock(), rng=random.Random())
+    async with other, log.join("group", [topic], "w1", EVENTS) as first:
+        claims = [(await gained(first)).claim for _ in range(2)]
+        monkeypatch.setattr(first, "_take", unavailable)
+        monkeypatch.setattr(groups, "put_ledger", unavailable)
+        for claim in claims:
+            with pytest.raises(LogUnavailable):
+                await claim.commit(Commit())
+            lost = await asyncio.wait_for(first.change(), WAIT_S)
+            assert isinstance(lost, Lost)
+            assert (lost.claim, lost.final) == (claim, False)
+        monkeypatch.undo()
+        monkeypatch.setattr(first, "_take", unavailable)
+        async with other.join("group", [topic], "w2", EVENTS) as second:
+            taken = (await gained(second)).claim
+            lost = await asyncio.wait_for(first.change(), WAIT_S)
+            assert isinstance(lost, Lost)
+            assert (lost.claim.partition, lost.final) == (taken.partition, True)
+            monkeypatch.undo()
+            again = await gained(first)
+            assert again.claim.partition != taken.partition
+            assert again.continued
+
+
+def unavailable(*_: object, **__: object) -> None:
+    raise LogUnavailable("out of reach")
+
+
 async def test_a_member_taken_for_dead_loses_its_claims_and_joins_again(log: EmbeddedLog, tmp_path: Path) -> None:
     other = EmbeddedLog(tmp_path, names=Names("ns"), clock=SystemClock(), rng=random.Random())
     async with other, log.join("group", [TOPIC], "w1", EVENTS) as first:
         claim = (await gained(first)).claim
         async with other.join("group", [TOPIC], "w2", EVENTS) as second:
-            second._found_dead(first._member)
+            second._peers.found_dead(first._member)
             taken = (await gained(second)).claim
             assert taken.fence > claim.fence
             lost = await asyncio.wait_for(first.change(), WAIT_S)

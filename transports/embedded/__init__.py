@@ -4,5 +4,5 @@ shared.py  writer.py  bells.py  db.py   a SQLite file that several processes wri
 log.py                                  the job log's calls
 records.py                              its topics and records
 groups.py                               its members, who gets which partition, leases with their ledgers
-member.py  claim.py                     the seam's Membership and Claim
+peers.py  member.py  claim.py           signs of life; the seam's Membership and Claim
 """

@@ -55,7 +55,9 @@ class EmbeddedClaim:
         self._stamp = ledger.stamp
         self._suspended = False
         self._turn = asyncio.Lock()
-        self._in_flight: asyncio.Future[None] | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+        """No commit is in flight, and the last one's outcome is in `_ledger`."""
         self._commits = 0
         self._bell = Bell()
         """Struck for new records, for room in the ledger, and for the end."""
@@ -82,8 +84,7 @@ class EmbeddedClaim:
 
     async def read(self, most: int) -> list[Record]:
         while True:
-            if self.ended is not None:
-                raise self.ended
+            self._check()
             seen = self._bell.count
             room = 0 if self._suspended else min(most, self.capacity)
             if room > 0 and (found := self._next(room)):
@@ -99,8 +100,7 @@ class EmbeddedClaim:
         async with self._turn:
             # 2.
             await self.settle_down()
-            if self.ended is not None:
-                raise self.ended
+            self._check()
             # 3.
             holes, self._holes = self._holes, []
             ledger = self._ledger.cover(holes).settle(commit.settled)
@@ -110,12 +110,13 @@ class EmbeddedClaim:
                 ledger = ledger.with_stamp(self._stamp)
             # 4.
             self._commits += 1
-            self._in_flight = self._db.submit(
+            self._idle.clear()
+            written = self._db.submit(
                 partial(self._write, ledger, commit.records), rings=tuple({record.topic for record in commit.records})
             )
             # 5.
-            self._in_flight.add_done_callback(partial(self._written, ledger))
-            await asyncio.shield(self._in_flight)
+            written.add_done_callback(partial(self._written, ledger))
+            await asyncio.shield(written)
 
     async def release(self) -> None:
         async with self._turn:
@@ -123,7 +124,6 @@ class EmbeddedClaim:
             if self.ended is None:
                 self.end(Revoked("the claim was released"))
                 self._on_end(self)
-                await self.let_go()
 
     def arrived(self, end: int) -> None:
         """The partition reaches up to this offset now."""
@@ -146,12 +146,6 @@ class EmbeddedClaim:
         if self.ended is None:
             self.ended = reason
             self._bell.strike()
-
-    async def let_go(self) -> None:
-        """Free the partition for its next owner."""
-        await self._db.write(
-            partial(groups.let_go, group=self._group, number=self.place.number, fence=self.fence), rings=(self._group,)
-        )
 
     def _next(self, most: int) -> list[Record]:
         """The next records that are not settled, possibly none yet."""
@@ -190,12 +184,18 @@ class EmbeddedClaim:
                 raise answer
 
     def _written(self, ledger: Ledger, future: asyncio.Future[None]) -> None:
+        self._idle.set()
         error = future.exception()
         if error is None:
             self._ledger = ledger
             self._bell.strike()
         else:
             self._fail(error)
+
+    def _check(self) -> None:
+        if self.ended is not None:
+            # An instance each: raising one exception in many tasks would tangle their tracebacks.
+            raise type(self.ended)(self.ended.message, code=self.ended.code) from self.ended
 
     def _fail(self, error: BaseException) -> None:
         if self.ended is None:
@@ -204,5 +204,4 @@ class EmbeddedClaim:
 
     async def settle_down(self) -> None:
         """Wait for the commit in flight, if there is one."""
-        if self._in_flight is not None and not self._in_flight.done():
-            await asyncio.wait([self._in_flight])
+        await self._idle.wait()

@@ -162,9 +162,17 @@ def put_ledger(connection: apsw.Connection, group: str, number: int, ledger: Led
     return connection.changes() > 0
 
 
-def let_go(connection: apsw.Connection, group: str, number: int, fence: int) -> None:
-    connection.execute(
-        "UPDATE leases SET holder = '' WHERE grp = ? AND number = ? AND fence = ?", (group, number, fence)
+def held_by(connection: apsw.Connection, group: str, member: str) -> set[int]:
+    """The numbers of the partitions that a member holds, rightly or not."""
+    rows = connection.execute("SELECT number FROM leases WHERE grp = ? AND holder = ?", (group, member))
+    return {number for (number,) in rows}
+
+
+def let_go(connection: apsw.Connection, group: str, numbers: set[int], member: str) -> None:
+    """Free partitions for their next owners."""
+    connection.executemany(
+        "UPDATE leases SET holder = '' WHERE grp = ? AND number = ? AND holder = ?",
+        [(group, number, member) for number in numbers],
     )
 
 

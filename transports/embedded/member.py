@@ -1,22 +1,17 @@
 """A worker's membership in a consumer group of log.db.
 
-Members watch each other without a coordinator. Each holds a FIFO open, of which the others read the other end: it
-ends when the process dies, however it dies, and the others know at once. A process that is only stopped is found by
-its heartbeat, a monotonic time in a file beside: written to memory only, so it costs no transaction and no disk.
-Whoever finds a member dead strikes it off and deals its partitions anew.
+There is no coordinator. Members watch each other (peers.py); whoever finds one dead strikes it off and deals the
+group's partitions anew, and each then gives up and takes what is written down (groups.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import random
-import struct
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Final
 
 import apsw
@@ -25,25 +20,21 @@ import structlog
 from arriero.schemas.clock import Clock, now_ms
 from arriero.schemas.errors import ArrieroError, Fenced, LogError, Revoked, TopicFault
 from arriero.transports.embedded import groups, records
-from arriero.transports.embedded.bells import Bell, Fifo
+from arriero.transports.embedded.bells import Bell
 from arriero.transports.embedded.claim import EmbeddedClaim
 from arriero.transports.embedded.db import Database
 from arriero.transports.embedded.groups import Taken
+from arriero.transports.embedded.peers import Peers
 from arriero.transports.embedded.records import Catalog, Place
 from arriero.transports.embedded.shared import boot_id
 from arriero.transports.ledger import Ledger
 from arriero.transports.log import Gained, Lost
 from arriero.transports.rebuild import Rebuild, fold_events
 
-BEAT_S: Final = 0.5
-LEASE_S: Final = 2.0
-"""A member that has not beaten for so long is taken for dead. Its commits fail then, so being wrong only costs work."""
 RETRY_S: Final = 0.5
 """Pause after the log has failed."""
 REBUILD_RECORDS: Final = 200
 """Events folded between two turns of the loop."""
-
-_BEAT: Final = struct.Struct("<d")
 
 log = structlog.get_logger(__name__)
 
@@ -84,15 +75,12 @@ class EmbeddedMembership:
         self._events = events
         self._member = incarnation
         self._boot = boot_id()
-        self._folder = db.path.parent / "members"
         self._places: dict[int, Place] = {}
         self._claims: dict[int, EmbeddedClaim] = {}
         self._doubted: dict[int, EmbeddedClaim] = {}
         self._leaving: dict[int, asyncio.Task[None]] = {}
         self._released: set[int] = set()
         self._changes: asyncio.Queue[Gained | Lost | BaseException] = asyncio.Queue()
-        self._watched: dict[str, int] = {}
-        self._dead: set[str] = set()
 
     async def __aenter__(self) -> EmbeddedMembership:
         counts: dict[str, int] = {}
@@ -102,17 +90,11 @@ class EmbeddedMembership:
             self._places |= {place.number: place for place in places}
         if len(set(counts.values())) > 1:
             raise TopicFault(f"topics of one group need equal partition counts: {counts}")
+        self._db.read(partial(self._catalog.places, topic=self._events))  # or it could not be rebuilt from
         async with contextlib.AsyncExitStack() as stack:
-            self._folder.mkdir(exist_ok=True)
-            fifo = Fifo(self._folder, self._member)
-            stack.callback(fifo.close)
-            self._beat_file = os.open(self._beat_path(self._member), os.O_RDWR | os.O_CREAT, 0o644)
-            stack.callback(self._drop_beat)
-            self._loop = asyncio.get_running_loop()
-            self._beat()
-            stack.callback(lambda: self._timer.cancel())
-            stack.callback(self._unwatch_all)
             self._bell = stack.enter_context(self._db.bells.listen(self._group))
+            self._peers = Peers(self._db.path.parent / "members", self._member, self._clock, self._bell.strike)
+            stack.enter_context(self._peers)
             for topic in self._topics:
                 stack.enter_context(self._db.bells.listen(topic, bell=_Arrivals(partial(self._arrived, topic))))
             await self._join()
@@ -172,18 +154,14 @@ class EmbeddedMembership:
                     await self._bell.wait(seen)
 
     async def _step(self) -> None:
-        """Steps: 1. strike off the dead 2. see what is to be ours 3. give up what is not 4. take what is and is free
-        5. rebuild what has no ledger."""
+        """Steps: 1. strike off the dead 2. see what is to be ours 3. give up what is not 4. free what we hold in name
+        only 5. take what is ours and free 6. rebuild what has no ledger."""
         # 1.
         others = self._db.read(partial(groups.others, group=self._group, member=self._member))
-        for member in self._watched.keys() - others.keys():
-            self._unwatch(member)
-        self._dead &= others.keys()
-        for member, boot in others.items():
-            if boot != self._boot or member in self._dead or not self._watch(member):
-                log.info("member_dead", group=self._group, member=member)
-                await self._strike_off(member)
-                self._unwatch(member)
+        dead = self._peers.dead(others.keys()) | {member for member, boot in others.items() if boot != self._boot}
+        for member in dead:
+            log.info("member_dead", group=self._group, member=member)
+            await self._strike_off(member)
         # 2.
         dealt = self._db.read(partial(groups.dealt_to, group=self._group, member=self._member))
         if dealt is None:
@@ -201,7 +179,14 @@ class EmbeddedMembership:
             self._changes.put_nowait(Lost(self._doubted.pop(number), final=True, reason="rebalanced"))
         self._released &= dealt
         # 4.
-        wanted = dealt - self._claims.keys() - self._leaving.keys() - self._released
+        held = self._db.read(partial(groups.held_by, group=self._group, member=self._member))
+        stale = held - dealt - self._claims.keys()
+        if stale:
+            await self._db.write(
+                partial(groups.let_go, group=self._group, numbers=stale, member=self._member), rings=(self._group,)
+            )
+        # 5.
+        wanted = dealt - self._claims.keys() - self._released
         if wanted:
             wanted = self._db.read(partial(groups.free, group=self._group, numbers=wanted, member=self._member))
         if not wanted:
@@ -214,7 +199,7 @@ class EmbeddedMembership:
                 )
             if not one.gone:
                 self._gain(one, one.ledger)
-        # 5.
+        # 6.
         gone = [one for one in taken if one.gone]
         if gone:
             await self._rebuild(gone)
@@ -262,16 +247,11 @@ class EmbeddedMembership:
         self._died(task)
 
     async def _hand_over(self, claim: EmbeddedClaim) -> None:
+        """Bring a claim to rest and end it; the next step frees its partition."""
         with contextlib.suppress(TimeoutError):
             await claim.quiet()
-        if claim.ended is not None:
-            return  # it failed meanwhile, and has been reported
-        self._lose(claim, Revoked("rebalanced"))
-        try:
-            await claim.let_go()
-        except LogError as error:
-            # Still in our name: with the next deal it is let go of again, or seen free when this process ends.
-            log.warning("hand_over_failed", group=self._group, error=str(error))
+        if claim.ended is None:
+            self._lose(claim, Revoked("the partition goes to another worker"))
 
     async def _rebuild(self, taken: Sequence[Taken]) -> None:
         """Ledgers from the settling events. They lie fenced in our name already: nobody commits to them meanwhile."""
@@ -316,63 +296,3 @@ class EmbeddedMembership:
             bounds = {}
         for number, claim in claims.items():
             claim.arrived(bounds[number][1] if number in bounds else sys.maxsize)  # its read then meets the error
-
-    # signs of life
-
-    def _beat(self) -> None:
-        """Say that we live, and see whether the others still do."""
-        self._timer = self._loop.call_later(BEAT_S, self._beat)
-        now = self._clock.monotonic()
-        os.pwrite(self._beat_file, _BEAT.pack(now), 0)
-        for member in self._watched:
-            try:
-                beat = _BEAT.unpack(self._beat_path(member).read_bytes())[0]
-            except (OSError, struct.error):
-                continue  # it is leaving; its FIFO tells
-            if now - beat > LEASE_S:
-                self._found_dead(member)
-
-    def _watch(self, member: str) -> bool:
-        """Watch a member's FIFO; False when it is dead already."""
-        if member in self._watched:
-            return True
-        try:
-            fifo = os.open(self._folder / member, os.O_RDONLY | os.O_NONBLOCK)
-        except FileNotFoundError:
-            return False
-        self._watched[member] = fifo
-        self._loop.add_reader(fifo, self._look, member)
-        return not self._has_ended(fifo)
-
-    def _look(self, member: str) -> None:
-        if self._has_ended(self._watched[member]):
-            self._loop.remove_reader(self._watched[member])
-            self._found_dead(member)
-
-    @staticmethod
-    def _has_ended(fifo: int) -> bool:
-        try:
-            return not os.read(fifo, 1)
-        except BlockingIOError:
-            return False
-
-    def _found_dead(self, member: str) -> None:
-        self._dead.add(member)
-        self._bell.strike()
-
-    def _unwatch(self, member: str) -> None:
-        fifo = self._watched.pop(member, None)
-        if fifo is not None:
-            self._loop.remove_reader(fifo)
-            os.close(fifo)
-
-    def _unwatch_all(self) -> None:
-        for member in [*self._watched]:
-            self._unwatch(member)
-
-    def _beat_path(self, member: str) -> Path:
-        return self._folder / f"{member}.beat"
-
-    def _drop_beat(self) -> None:
-        os.close(self._beat_file)
-        self._beat_path(self._member).unlink(missing_ok=True)
