@@ -11,7 +11,7 @@ from arriero.transports.ledger import LEDGER_MAX_CHARS, PENDING_MAX, Ledger, Led
 
 OFFSETS = st.integers(0, 60)
 RANGES = st.lists(st.tuples(OFFSETS, st.integers(0, 12)).map(lambda pair: (pair[0], pair[0] + pair[1])), max_size=12)
-OWNERS = st.text(st.characters(blacklist_characters=";", blacklist_categories=("Cs",)), max_size=40)
+OWNERS = st.text(st.characters(codec="utf-8", exclude_characters=";"), max_size=40)
 
 
 @st.composite
