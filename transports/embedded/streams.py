@@ -70,7 +70,7 @@ class _Head(msgspec.Struct, frozen=True):
     fence: int
     lineage: str
     digests: str
-    finished: bool
+    finished: int
     seal: str
     count: int
     ending: str
@@ -101,7 +101,7 @@ class Streams:
             "WHERE job = ? AND expires > ?",
             (job, self._now_ms),
         ).fetchone()
-        return _Head(*row[:5], bool(row[5]), *row[6:]) if row else None
+        return _Head(*row) if row else None
 
     def _put_head(self, job: str, **columns: str | int) -> None:
         columns["expires"] = self._now_ms + STREAM_LIFE_MS
