@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from arriero.schemas.codec import decode_end
-from arriero.schemas.errors import BusUnavailable
+from arriero.schemas.errors import BusUnavailable, JobNotFound
 from arriero.schemas.event import Terminal
 from arriero.schemas.state import stream_end
 from arriero.schemas.token import End, Frame, Message, StreamEnd, Token
@@ -25,6 +25,7 @@ SILENCE_S: Final = 3.0
 STALE_S: Final = 0.25
 BACKOFF_FIRST_S: Final = 0.1
 BACKOFF_MAX_S: Final = 2.0
+START: Final = Position()
 
 
 class Tokens(msgspec.Struct, frozen=True):
@@ -77,7 +78,7 @@ class Reader:
     from now on.
     """
 
-    def __init__(self, position: Position = Position()) -> None:
+    def __init__(self, position: Position = START) -> None:
         bare = not position.root
         self._root = position.root
         self._epoch = position.epoch
@@ -112,17 +113,15 @@ class Reader:
         if view.status in ("none", "stale"):
             self._known = False
             return None if view.status == "none" and view.terminal else []
+        end = decode_end(view.end) if view.status == "fin" else None
+        if end is None and view.terminal:
+            return None  # it has ended, and this stream is another run's, or a torso
+        if end is not None and view.start + len(view.tokens) < end.count:
+            return None  # its tokens were lost
         items = self._cut(view.start)
         self._root, self._lineage, self._known = view.root, view.lineage, True
         items += self._show([Token.from_bus(element) for element in view.tokens])
-        if view.status == "fin":
-            end = decode_end(view.end)
-            if self._count < end.count:  # its tokens were lost
-                return None
-            return [*items, Ended(end)]
-        if view.terminal:
-            return None
-        return items
+        return items if end is None else [*items, Ended(end)]
 
     def take_result(self, event: Terminal) -> list[Item]:
         """The recorded output, by the same rule."""
@@ -136,9 +135,7 @@ class Reader:
         if count >= self._count:
             return []
         self._count = count
-        if count >= self._hidden:
-            return [Reset(count)]
-        self._hidden = count
+        self._hidden = min(self._hidden, count)
         return [Reset(count)]
 
     def _show(self, tokens: Sequence[Token]) -> list[Item]:
@@ -190,8 +187,12 @@ async def _read(bus: TokenBus, job_id: str, reader: Reader, fetch_terminal: Fetc
         view = await bus.read(job_id, reader.position)
         items = reader.take_view(view)
         if items is None:
-            event = await fetch_terminal(view.terminal) if view.terminal else None
-            return [] if event is None else reader.take_result(event)
+            if not view.terminal:
+                return []  # the projector writes it next; the silence brings us back
+            event = await fetch_terminal(view.terminal)
+            if event is None:
+                raise JobNotFound(f"job {job_id} has ended and its result has expired")
+            return reader.take_result(event)
         if view.status != "stale":
             return items
         await asyncio.sleep(STALE_S)
