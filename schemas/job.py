@@ -142,7 +142,7 @@ def read_job(value: bytes | None) -> Job:
             return job
     except msgspec.MsgspecError:
         pass  # what is wrong is found out below, once, off the fast path
-    except UnicodeDecodeError:
+    except (UnicodeDecodeError, RecursionError):
         pass
     raise _diagnose(value)
 

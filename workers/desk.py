@@ -1,0 +1,246 @@
+"""The jobs in a worker's hands, between the claims they came from and the engine that decodes them.
+
+intake ──▶ take ──▶ submit ──▶ engine ──step──▶ on_step ──▶ committer (events) and streams (tokens)
+             │        │
+             │        └── leaves the waiting room with its first slot
+             └── by id: one job of an id at a time
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import Final, Protocol
+
+import structlog
+
+from arriero.schemas.clock import Clock, now_ms
+from arriero.schemas.event import Completed
+from arriero.schemas.job import CLASSES, PriorityClass, job_seed
+from arriero.workers.commit import OwnersEvent
+from arriero.workers.engine.seam import Ending, ModelInfo, StepReport, Update, Work
+from arriero.workers.held import Held
+from arriero.workers.metrics import WorkerMetrics
+from arriero.workers.stream import Streams
+
+log = structlog.get_logger(__name__)
+
+WAITING_MAX_BYTES: Final = 32 << 20
+"""Job records that wait for a slot, in each class. The largest are 1 MiB."""
+
+
+class Engine(Protocol):
+    """What is used of `engine/runner.py`."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    def submit(self, work: Work) -> None: ...
+
+    def cancel(self, key: int) -> None: ...
+
+
+class WaitingRoom:
+    """How far one class is read ahead of the engine: enough that no slot waits for the log, no more than memory
+    allows. A few more may come in while several claims read at once."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._bytes = 0
+        self._free = asyncio.Event()
+        self._free.set()
+        self.count = 0
+
+    async def room(self) -> int:
+        """Waits until there is some; how many records may come in."""
+        while self._most <= self.count or self._bytes >= WAITING_MAX_BYTES:
+            self._free.clear()
+            await self._free.wait()
+        return self._most - self.count
+
+    def enter(self, size_bytes: int) -> None:
+        self.count += 1
+        self._bytes += size_bytes
+
+    def leave(self, size_bytes: int) -> None:
+        self.count -= 1
+        self._bytes -= size_bytes
+        self._free.set()
+
+
+class Desk:
+    """See above. `on_step` is the engine's callback."""
+
+    def __init__(self, *, engine: Engine, clock: Clock, metrics: WorkerMetrics, read_ahead: int) -> None:
+        self.rooms: dict[PriorityClass, WaitingRoom] = {name: WaitingRoom(read_ahead) for name in CLASSES}
+        self.streams: Streams
+        """Set once, before anything is taken: they call back here."""
+        self._engine = engine
+        self._clock = clock
+        self._metrics = metrics
+        self._held: dict[int, Held] = {}
+        self._by_id: dict[str, Held] = {}
+        self._cancelling: set[int] = set()
+        self._last_key = 0
+
+    def next_key(self) -> int:
+        self._last_key += 1
+        return self._last_key
+
+    @property
+    def running(self) -> int:
+        """Jobs that have begun."""
+        return sum(1 for held in self._held.values() if held.started_ms and not held.over)
+
+    @property
+    def waiting(self) -> int:
+        return sum(room.count for room in self.rooms.values())
+
+    def holds(self, job_id: str) -> Held | None:
+        """The job of this id that is in hand."""
+        return self._by_id.get(job_id)
+
+    def take(self, held: Held) -> None:
+        """A job has come in."""
+        self._held[held.key] = held
+        self._by_id[held.job.id] = held
+        held.committer.pending[held.origin.offset] = held
+        self.rooms[held.priority].enter(held.size_bytes)
+
+    def submit(self, held: Held, prompt: Sequence[int]) -> None:
+        """Have it decoded."""
+        held.prompt_tokens = len(prompt)
+        deadline = held.job.deadline
+        self._engine.submit(
+            Work(
+                key=held.key,
+                prompt=prompt,
+                sampling=held.job.sampling,
+                seed=job_seed(held.job),
+                max_tokens=held.job.max_tokens,
+                stop=held.job.stop,
+                priority=held.priority,
+                tenant=held.job.tenant,
+                arrived=held.arrived,
+                deadline=None if deadline is None else self._clock.monotonic() + deadline - self._clock.time(),
+            )
+        )
+
+    def settle(self, held: Held, event: OwnersEvent) -> None:
+        """The job ends with this event; it stays in hand until that is recorded."""
+        held.over = True
+        self._leave_room(held)
+        if isinstance(event, Completed):
+            self.streams.close(held.stream, f"{len(held.tokens)}|{event.finish_reason}")
+        else:
+            self.streams.close(held.stream)
+        held.committer.add(event, settles=held.origin.offset, done=lambda: self._forget(held))
+
+    def drop(self, held: Iterable[Held | None]) -> None:
+        """Leave jobs to the next owner of their partition."""
+        for one in held:
+            if one is None:
+                continue
+            if not one.over:
+                self._engine.cancel(one.key)
+            self._leave_room(one)
+            self.streams.drop(one.stream)
+            self._forget(one)
+            one.committer.forget(one.origin.offset)
+
+    def cancel(self, key: int) -> None:
+        """A cancel was requested."""
+        held = self._held.get(key)
+        if held is not None and not held.over and key not in self._cancelling:
+            self._cancelling.add(key)
+            self._engine.cancel(key)
+
+    def checkpoint(self, held: Iterable[Held]) -> None:
+        """Have what these jobs have decoded since the last time recorded as Progressed."""
+        for one in held:
+            if one.started_ms and not one.over:
+                for event in one.progressed(now_ms(self._clock)):
+                    one.committer.add(event)
+
+    def checkpoint_all(self) -> None:
+        self.checkpoint(self._held.values())
+
+    async def save(self, key: int) -> None:
+        """Returns when what this job has decoded is recorded, or the job is in hand no more."""
+        held = self._held.get(key)
+        if held is not None and not held.over:
+            self.checkpoint([held])
+            await held.committer.flush()
+
+    # --- the engine's word ----------------------------------------------------------------------------------
+
+    def on_step(self, report: StepReport) -> None:
+        now = self._clock.monotonic()
+        for update in report.updates:
+            held = self._held.get(update.key)
+            if held is not None and not held.over:  # else it was dropped while the step ran
+                self._update(held, update, now)
+        timings, metrics = report.timings, self._metrics
+        metrics.decode_time.observe(timings.decode_s)
+        metrics.sample_time.observe(timings.sample_s)
+        metrics.rest_time.observe(timings.rest_s)
+        metrics.batch_fill.observe(timings.sequences)
+        metrics.running.set(timings.sequences)
+        metrics.waiting.set(self.waiting)
+        metrics.kv_used.set(timings.kv_used)
+        metrics.prompt_tokens.inc(timings.prefill_tokens)
+
+    def _update(self, held: Held, update: Update, now: float) -> None:
+        if update.admitted:
+            self._admitted(held, now)
+            held.cached_tokens = update.cached_tokens
+        if update.tokens:
+            self._decoded(held, update, now)
+        if update.preempted:
+            self._metrics.preemptions.inc()
+            held.committer.add(held.preempted(now_ms(self._clock)), lazy=True)
+        if update.ending is not None:
+            self._ended(held, update.ending)
+
+    def _admitted(self, held: Held, now: float) -> None:
+        time_ms = now_ms(self._clock)
+        if held.started_ms:
+            held.committer.add(held.resumed(time_ms), lazy=True)
+            return
+        held.started_ms, held.admitted = time_ms, now
+        self._leave_room(held)
+        held.committer.add(held.started(time_ms), lazy=True)
+        self._metrics.queue_time[held.priority].observe(max(0.0, now - held.arrived))
+
+    def _decoded(self, held: Held, update: Update, now: float) -> None:
+        if held.first_token:
+            self._metrics.inter_token.observe((now - held.last_token) / len(update.tokens))
+        else:
+            held.first_token = now
+            self._metrics.ttft[held.priority].observe(max(0.0, now - held.arrived))
+        held.last_token = now
+        held.tokens += update.tokens
+        self._metrics.generation_tokens.inc(len(update.tokens))
+        self.streams.feed(held.stream)
+
+    def _ended(self, held: Held, ending: Ending) -> None:
+        log.debug(
+            "job_decoded",
+            job_id=held.job.id,
+            ending=ending.kind,
+            prompt_tokens=held.prompt_tokens,
+            tokens=len(held.tokens),
+            code=ending.code or None,
+        )
+        self.settle(held, held.ended(ending, now_ms(self._clock)))
+
+    def _leave_room(self, held: Held) -> None:
+        if held.waiting:
+            held.waiting = False
+            self.rooms[held.priority].leave(held.size_bytes)
+
+    def _forget(self, held: Held) -> None:
+        self._held.pop(held.key, None)
+        self._cancelling.discard(held.key)
+        if self._by_id.get(held.job.id) is held:
+            del self._by_id[held.job.id]
