@@ -14,6 +14,7 @@
     ├── EngineError                   the engine failed one sequence or step (retriable)
     │   └── ModelError                a model file that cannot be used
     ├── JobNotFound                   nobody knows this job id, or its results have expired
+    ├── ConflictingDuplicate          this id belongs to a job that asked for something else
     ├── NoLiveWorker                  no worker is alive for this pool; the job stays queued (retriable)
     └── SetupError                    settings, folders, ports: the operator must act
 
@@ -120,6 +121,10 @@ class ModelError(EngineError):
 
 class JobNotFound(ArrieroError):
     code = "job_not_found"
+
+
+class ConflictingDuplicate(ArrieroError):
+    code = "duplicate_conflict"
 
 
 class NoLiveWorker(ArrieroError):
