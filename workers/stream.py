@@ -34,7 +34,8 @@ from arriero.workers.metrics import WorkerMetrics
 log = structlog.get_logger(__name__)
 
 TOUCH_S: Final = 1.0
-"""A stream that nothing was appended to for so long is touched: that keeps it alive and hears of a cancel."""
+"""How often streams that the bus has not been called for since half of it are touched: that keeps them alive, and a
+job that waits hears of its cancel."""
 OPEN_PATIENCE_S: Final = 1.0
 """How long a new job waits for a slow bus. After that it is decoded and its stream opened later."""
 OPEN_MAX_STREAMS: Final = 64
@@ -359,7 +360,7 @@ class Streams:
         while True:
             await asyncio.sleep(TOUCH_S)
             if self._streams and not self._away:
-                silent_since = self._clock.monotonic() - TOUCH_S
+                silent_since = self._clock.monotonic() - TOUCH_S / 2
                 for stream in _silent(self._streams.values(), silent_since):
                     self.feed(stream)
 
