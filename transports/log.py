@@ -197,7 +197,8 @@ class JobLog(Protocol):
         ...
 
     async def ends(self, topics: Sequence[str]) -> dict[tuple[str, int], int]:
-        """The next offset to be written, by (topic, partition)."""
+        """The offset behind the last committed record, by (topic, partition): a tail that has come there has seen
+        all that was there. (The next record may come later than that: transactions take offsets, too.)"""
         ...
 
     async def backlog(self, group: str, topics: Sequence[str]) -> dict[str, Backlog]:

@@ -19,7 +19,7 @@ from aiokafka.structs import TopicPartition
 
 from arriero.ops import testbed
 from arriero.schemas.clock import SystemClock
-from arriero.schemas.errors import Fenced, LogError, LogUnavailable, RecordTooLarge, TopicFault
+from arriero.schemas.errors import Fenced, LogError, LogUnavailable, RecordTooLarge, Revoked, TopicFault
 from arriero.schemas.names import Names
 from arriero.transports.kafka.connection import Connection, Place
 from arriero.transports.kafka.log import KafkaLog
@@ -267,6 +267,21 @@ async def test_retained_partitions_keep_their_claims_across_a_rebalance(
                 end = (await log.ends([topic]))[topic, partition]
                 rest = await read(claim, end - 1)
                 assert [record.offset for record in rest] == list(range(1, end))
+
+
+async def test_a_consumer_that_breaks_is_replaced(log: KafkaLog, names: Names, topic: str, group: str) -> None:
+    await make(log, names, topic)
+    await publish(log, topic, "a")
+    async with log.join(group, [topic], "w", names.events) as membership:
+        claim = (await gained(membership)).claim
+        (record,) = await read(claim, 1)
+        membership._break(RuntimeError("a fault in aiokafka"))
+        assert (await lost(membership)).final
+        with pytest.raises(Revoked):
+            await claim.commit(settle(names.events, record))
+        again = await gained(membership)
+        assert not again.continued
+        assert await read(again.claim, 1) == [record]
 
 
 # offsets that hold no record

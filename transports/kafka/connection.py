@@ -94,8 +94,8 @@ class Connection:
             (description,) = response.to_object()["topics"]
             if description["error_code"] == _GONE:
                 raise TopicFault(
-                    f"topic {topic} does not exist: kafka-topics.sh --bootstrap-server {self.bootstrap} --create "
-                    f"--topic {topic}"
+                    f"topic {topic} does not exist; a worker makes it when it starts, or "
+                    f"kafka-topics.sh --bootstrap-server {self.bootstrap} --create --topic {topic}"
                 )
             _check(description["error_code"])
             return len(description["partitions"])

@@ -28,6 +28,10 @@ PUBLISH_S: Final = 10.0
 """A record is sent again for this long. After that it may still be written: publish it anew under the same id."""
 RETRY_MS: Final = 5
 """A transaction close behind another is told to come again; the default of 100 ms would be nearly all its tail."""
+SLOW_AFTER_S: Final = 0.25
+SLOW_RETRY_MS: Final = 100
+"""A transaction that takes so long waits for a broker that is away, not for the markers of the one before; at 5 ms
+all claims of a worker together would keep a core busy with connecting."""
 BATCH_BYTES: Final = 256 << 10
 
 
@@ -68,6 +72,7 @@ class PartitionProducer:
             max_request_size=RECORD_MAX_BYTES,
             max_batch_size=BATCH_BYTES,
         )
+        producer.client._retry_backoff = SLOW_RETRY_MS / 1000  # the short one is meant for the sender only
         self._producer = producer
         try:
             await connect(producer.start, self._connection.bootstrap, FENCE_S)
@@ -87,6 +92,7 @@ class PartitionProducer:
         producer, text = self._producer, ledger.encode()
         assert producer is not None
         offset: asyncio.Task[None] | None = None
+        slow = asyncio.get_running_loop().call_later(SLOW_AFTER_S, _set_retry, producer, SLOW_RETRY_MS)
         try:
             async with asyncio.timeout(COMMIT_S):
                 await producer.begin_transaction()  # 1
@@ -117,6 +123,8 @@ class PartitionProducer:
                 await self._abort()
             raise failure from error
         finally:
+            slow.cancel()
+            _set_retry(producer, RETRY_MS)
             if offset is not None:
                 offset.cancel()
 
@@ -214,6 +222,10 @@ class Publisher:
         if self._producer is not None:
             producer, self._producer = self._producer, None
             await close_producer(producer)
+
+
+def _set_retry(producer: AIOKafkaProducer, retry_ms: int) -> None:
+    producer._sender._retry_backoff = retry_ms / 1000
 
 
 def _hear(future: asyncio.Future[Any]) -> None:

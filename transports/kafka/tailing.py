@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Final
 
@@ -62,6 +63,8 @@ async def fetch(connection: Connection, place: Place, offsets: Sequence[int]) ->
     """See `JobLog.fetch`: neighbours come with one request."""
     found: list[Record] = []
     wanted, seen = set(offsets), -1
+    if place.partition >= await connection.partitions(place.topic):
+        return found
     (first,) = (await connection.offsets([place], EARLIEST, committed=True)).values()
     (stop,) = (await connection.offsets([place], LATEST, committed=True)).values()
     for offset in sorted(wanted):
@@ -77,10 +80,8 @@ async def committed_ends(connection: Connection, topics: Sequence[str]) -> dict[
     places = await connection.places(topics)
     firsts = await connection.offsets(places, EARLIEST, committed=True)
     ends = await connection.offsets(places, LATEST, committed=True)
-    return {
-        (place.topic, place.partition): await _last_record(connection, place, firsts[place], ends[place])
-        for place in places
-    }
+    found = await asyncio.gather(*(_last_record(connection, place, firsts[place], ends[place]) for place in places))
+    return {(place.topic, place.partition): end for place, end in zip(places, found, strict=True)}
 
 
 async def _last_record(connection: Connection, place: Place, first: int, end: int) -> int:

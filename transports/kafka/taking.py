@@ -9,7 +9,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import asyncio
+from typing import Final, NamedTuple
 
 import structlog
 
@@ -20,6 +21,9 @@ from arriero.transports.kafka.rebuilding import Rebuilder
 from arriero.transports.ledger import Ledger, LedgerError, Stamp
 
 log = structlog.get_logger(__name__)
+
+OPEN_AT_ONCE: Final = 8
+"""Producers being started. While brokers are away each of them keeps trying to connect."""
 
 
 class Taken(NamedTuple):
@@ -37,11 +41,13 @@ class Taker:
         self._owner = owner
         self._clock = clock
         self._rebuilder = Rebuilder(connection, events)
+        self._opening = asyncio.Semaphore(OPEN_AT_ONCE)
 
     async def take(self, place: Place) -> Taken:
         """Raises LogError; nothing is held then."""
         producer = PartitionProducer(self._connection, self._group, place, self._clock)
-        await producer.open()  # 1
+        async with self._opening:
+            await producer.open()  # 1
         try:
             found = (await self._connection.committed(self._group, [place])).get(place)  # 2
             first = (await self._connection.offsets([place], EARLIEST, committed=False))[place]

@@ -72,7 +72,8 @@ async def _make(admin: AIOKafkaAdminClient, specs: Sequence[TopicSpec]) -> dict[
         for name, code, *message in response.topic_errors:
             if code and code != _EXISTS:
                 raise TopicFault(f"topic {name} could not be made: {message or kafka_errors.for_code(code).__name__}")
-            log.info("topic_made", topic=name)
+            if not code:
+                log.info("topic_made", topic=name)
     while len(found) < len(set(names)):
         await asyncio.sleep(0.05)
         found = await _counts(admin, names)
