@@ -55,7 +55,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     redis: str | None = None
     namespace: str = NAMESPACE_DEFAULT
     pool: str = POOL_DEFAULT
-    partitions: int = PARTITIONS_DEFAULT
+    partitions: int | None = None
+    """Of topics that are made; None takes the count of those that are there, else PARTITIONS_DEFAULT."""
     replication: int = 1
     worker: str = ""
     """The worker's name; the host's when empty."""
@@ -85,11 +86,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             return f"--kafka {self.kafka} --redis {self.redis}"
         return "" if self.data == data_folder() else f"--data {self.data}"
 
-    def topics(self) -> list[TopicSpec]:
+    def topics(self, partitions: int, event_partitions: int) -> list[TopicSpec]:
         """All that the fleet needs, in the order of a job's way."""
         names = self.names
-        specs = [TopicSpec(topic, self.partitions) for topic in names.job_topics(self.pool)]
-        specs.append(TopicSpec(names.events, self.partitions))
+        specs = [TopicSpec(topic, partitions) for topic in names.job_topics(self.pool)]
+        specs.append(TopicSpec(names.events, event_partitions))
         specs.append(TopicSpec(names.dead, 1, retention_s=DEAD_RETENTION_S))
         return specs
 
@@ -98,7 +99,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         check_word("pool", self.pool)
         check_word("namespace", self.namespace)
         _ = self.endpoints
-        if not 1 <= self.partitions <= 1_000:
+        if self.partitions is not None and not 1 <= self.partitions <= 1_000:
             raise SetupError("--partitions must be between 1 and 1000", code="bad_setting")
         if self.data.exists() and not self.data.is_dir():
             raise SetupError(f"the data folder {self.data} is a file; give another with --data", code="bad_setting")

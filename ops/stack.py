@@ -1,0 +1,72 @@
+"""`arriero up`: worker, projector and gateway as supervised children on one machine; `arriero worker` and its like as
+one supervised child."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Final
+
+from arriero.ops import child
+from arriero.ops.settings import Settings, writable
+from arriero.ops.signals import StopRequest, stop_signals
+from arriero.ops.supervisor import Child, Supervisor
+from arriero.schemas.clock import SystemClock, system_random
+from arriero.schemas.errors import SetupError
+
+UP_ROLES: Final = ("projector", "worker", "gateway")
+"""In the order of starting. They stop in reverse: no new requests first, and the ends of streams last."""
+
+
+@contextlib.contextmanager
+def only_one(folder: Path) -> Iterator[None]:
+    """Hold the folder for one `up`. Raises SetupError when another runs there."""
+    path = writable(folder) / "up.lock"
+    with path.open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SetupError(
+                f"a stack is running on {folder} already (process {_pid(lock)}); "
+                "use it from here, or give another folder with --data",
+                code="data_folder_busy",
+            ) from None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield
+
+
+def _pid(lock: IO[str]) -> str:
+    lock.seek(0)
+    return lock.read().strip() or "unknown"
+
+
+async def run_roles(
+    settings: Settings,
+    roles: Sequence[str],
+    *,
+    log_folder: bool,
+    changed: Callable[[Child], None] = lambda child: None,
+    beside: Callable[[Supervisor, StopRequest], asyncio.Task[None] | None] = lambda supervisor, request: None,
+) -> None:
+    """Run these roles supervised until Ctrl-C or SIGTERM. `beside` may start a task that lives as long.
+
+    Raises SetupError with a child's own sentence when no restart can help it.
+    """
+    if log_folder:
+        writable(settings.data / "logs")
+    specs = [child.spec(role, settings, log_folder=log_folder) for role in roles]
+    supervisor = Supervisor(specs, clock=SystemClock(), rng=system_random(), changed=changed)
+    with stop_signals() as request:
+        task = beside(supervisor, request)
+        try:
+            await supervisor.run(request)
+        finally:
+            if task is not None:
+                task.cancel()
+                await asyncio.wait([task])
