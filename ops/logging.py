@@ -11,8 +11,9 @@ _CHATTY = ("aiokafka", "kafka", "asyncio", "aiohttp.access", "redis")
 """Libraries that report as errors what we handle and log ourselves."""
 
 
-def configure(*, as_json: bool | None = None, debug: bool = False) -> None:
-    """Log to standard error. `as_json` None: JSON unless standard error is a terminal."""
+def configure(*, as_json: bool | None = None, debug: bool = False, quiet: bool = False) -> None:
+    """Log to standard error. `as_json` None: JSON unless standard error is a terminal. `quiet`: only what is wrong."""
+    level = logging.DEBUG if debug else logging.ERROR if quiet else logging.INFO
     plain = sys.stderr.isatty() if as_json is None else not as_json
     renderer: structlog.typing.Processor
     if plain:
@@ -28,7 +29,7 @@ def configure(*, as_json: bool | None = None, debug: bool = False) -> None:
             *([] if plain else [structlog.processors.format_exc_info]),
             renderer,
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG if debug else logging.INFO),
+        wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )

@@ -31,10 +31,10 @@ def _all(*flags: Callable[[F], F]) -> Callable[[F], F]:
     return decorate
 
 
-_PATH: Final = click.Path(path_type=Path)
+PATH: Final = click.Path(path_type=Path)
 
 connection = _all(
-    _flag("--data", type=_PATH, help="Data folder of a stack on this machine.  [default: ~/.local/share/arriero]"),
+    _flag("--data", type=PATH, help="Data folder of a stack on this machine.  [default: ~/.local/share/arriero]"),
     _flag("--kafka", metavar="HOST:PORT,...", help="Kafka brokers, together with --redis, instead of a data folder."),
     _flag("--redis", metavar="URL", help="Redis, as redis://host:port/0."),
     _flag("--namespace", default=NAMESPACE_DEFAULT, show_default=True, help="Prefix of all topics and keys."),
@@ -49,7 +49,7 @@ server = _all(
 
 metrics = _flag("--metrics-port", type=click.IntRange(0, 65_535), help="Serve Prometheus metrics on this port.")
 
-cache = _flag("--cache", type=_PATH, help="Where fetched models are kept.  [default: ~/.cache/arriero/models]")
+cache = _flag("--cache", type=PATH, help="Where fetched models are kept.  [default: ~/.cache/arriero/models]")
 
 engine = _all(
     _flag("--model", default=EngineSettings().model, show_default=True, help="A known model or a GGUF file."),
