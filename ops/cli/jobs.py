@@ -34,6 +34,10 @@ STATUS_EXIT: Final = {"completed": 0, "cancelled": 3, "expired": 3}
 """Exit status by outcome; every other outcome is 1."""
 
 
+WORKER_WAIT_S: Final = 1.2
+"""How long a missing worker is looked for: two announcements, and within two seconds of the command's start."""
+
+
 @click.command()
 @click.argument("prompt")
 @options.connection
@@ -294,7 +298,7 @@ async def _show(client: Client, settings: Settings, job_id: str, start: Position
 
 async def _warn_without_worker(client: Client, settings: Settings) -> None:
     try:
-        await client.require_worker(1.5)
+        await client.require_worker(WORKER_WAIT_S)
     except NoLiveWorker as error:
         start = "arriero up" if settings.kafka is None else "arriero worker"
         address = f" {settings.address}" if settings.address else ""
