@@ -180,8 +180,8 @@ async def _run(options: EngineBenchOptions, clock: Clock) -> EngineBench:
             prompt_tokens=sum(len(work.prompt) for work in works),
             output_tokens=gauge.tokens,
             wall_s=wall_s,
-            ttft=_spread(gauge.firsts),
-            inter_token=_spread(gauge.gaps),
+            ttft=spread_of(gauge.firsts),
+            inter_token=spread_of(gauge.gaps),
             all_steps=_split(gauge.steps),
             full_steps=_split([one for one in gauge.steps if one.decode_tokens == slots and not one.prefill_tokens]),
             before=before,
@@ -209,16 +209,26 @@ def _loader(options: EngineBenchOptions, clock: Clock) -> Callable[[], Backend]:
     return lambda: LlamaBackend(settings, clock)
 
 
-async def _work(runner: EngineRunner, options: EngineBenchOptions, key: int) -> Work:
-    text = TASKS[key % len(TASKS)].format(SUBJECTS[key // len(TASKS) % len(SUBJECTS)])
+def bench_job(options: EngineBenchOptions, number: int, *, chat: bool) -> Job:
+    """The bench's job of this number: the same for every engine and every way to it."""
+    text = TASKS[number % len(TASKS)].format(SUBJECTS[number // len(TASKS) % len(SUBJECTS)])
     if options.padding_tokens:
         text = f"{text}\n{'And then they went on their way. ' * (options.padding_tokens // 7)}"
-    chat = runner.info.chat and options.model != "echo"
-    job = Job(id=f"bench-{key}", messages=[Message("user", text)]) if chat else Job(id=f"bench-{key}", prompt=text)
+    return Job(
+        id=f"bench-{number}",
+        prompt=None if chat else text,
+        messages=[Message("user", text)] if chat else None,
+        sampling=Sampling(temperature=options.temperature, top_p=options.top_p, top_k=options.top_k, seed=number),
+        max_tokens=options.max_tokens,
+    )
+
+
+async def _work(runner: EngineRunner, options: EngineBenchOptions, key: int) -> Work:
+    job = bench_job(options, key, chat=runner.info.chat and options.model != "echo")
     return Work(
         key=key,
         prompt=await runner.prepare(job),
-        sampling=Sampling(temperature=options.temperature, top_p=options.top_p, top_k=options.top_k),
+        sampling=job.sampling,
         seed=key,
         max_tokens=options.max_tokens,
     )
@@ -261,7 +271,7 @@ class _Gauge:
             self.finished.set()
 
 
-def _spread(values: list[float]) -> Spread:
+def spread_of(values: list[float]) -> Spread:
     if not values:
         return Spread(0.0, 0.0, 0.0, 0.0)
     ordered = sorted(values)
