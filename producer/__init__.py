@@ -1,0 +1,9 @@
+"""The client's side, in the order in which a job meets it.
+
+client.py     the asyncio client: submit, stream, result, status, history, cancel
+publish.py    from a job to the record that lies in its topic
+follow.py     the reader: each token index once, then the recorded end
+openai.py     OpenAI's dialect: request bodies, response objects, errors (pure)
+batch.py      offline generation over a file; lines.py reads and writes its files
+gateway/      the HTTP door
+"""

@@ -43,6 +43,9 @@ from arriero.transports.partitioner import partition_of
 SUBMIT_MANY_AT_ONCE: Final = 500
 """Records of one `publish` in `submit_many`: bounds memory, and what a failure leaves in doubt."""
 
+PROJECTED_WITHIN_S: Final = 0.5
+"""How long a job that nobody knows is looked for once more: longer than the projector lags in a healthy fleet."""
+
 
 class Submitted(msgspec.Struct, frozen=True):
     """An accepted job. `origin` is where its record lies."""
@@ -243,7 +246,7 @@ class Client:
         """
         job_id = job if isinstance(job, str) else job.id
         async with asyncio.timeout(timeout_s):
-            state = await self._ended(job if isinstance(job, Submitted) else None, job_id)
+            state = await self.ended(job)
             event = await self._terminal_at(state.partition, state.terminal)
         if event is None:
             raise JobNotFound(f"job {job_id} has ended and its result has expired")
@@ -259,15 +262,20 @@ class Client:
             event=event,
         )
 
-    async def _ended(self, submitted: Submitted | None, job_id: str) -> JobState:
-        """The state of a job once it has ended. The stream's end comes a moment before the state."""
+    async def ended(self, job: Submitted | str) -> JobState:
+        """Wait for the job's end; its last state. Waits for a bus that is away; bound it with a timeout.
+
+        Raises JobNotFound (expired), ConflictingDuplicate as `result` does.
+        """
+        job_id = job if isinstance(job, str) else job.id
         ended = False
         while True:
-            state = await self._state(job_id)
-            if submitted is not None and state is not None:
-                _check_conflict(submitted, state)
-            if state is not None and state.ended:
-                return state
+            state = await self.peek(job_id)
+            if state is not None:
+                if isinstance(job, Submitted):
+                    check_conflict(job, state)
+                if state.ended:
+                    return state
             if ended:
                 await asyncio.sleep(0.01)  # between the two writes of the projector; no message tells of the second
                 continue
@@ -282,12 +290,20 @@ class Client:
 
         Read from the bus, and from the log when the bus does not know: that takes as long as reading a partition.
         """
-        state = await self._state(job_id)
+        state = await self.peek(job_id)
         if state is None or (state.record is None and state.offset < 0):
-            state = await self._state_from_log(job_id) or state
+            state = await self._state_from_log(job_id) or state or await self._state_soon(job_id)
         if state is None:
             raise JobNotFound(f"job {job_id} is unknown here: never submitted, expired, or under another namespace")
         return state
+
+    async def peek(self, job_id: str) -> JobState | None:
+        """What the bus knows of a job, at once; None when that is nothing, or the bus is away."""
+        try:
+            (value,) = await self.bus.states([job_id])
+        except BusUnavailable:
+            return None
+        return None if value is None else decode_state(value)
 
     async def history(self, job_id: str) -> list[Event]:
         """The job's events in order. Raises JobNotFound."""
@@ -323,12 +339,14 @@ class Client:
 
     # --- the log -------------------------------------------------------------------------------------------
 
-    async def _state(self, job_id: str) -> JobState | None:
-        try:
-            (value,) = await self.bus.states([job_id])
-        except BusUnavailable:
-            return None
-        return None if value is None else decode_state(value)
+    async def _state_soon(self, job_id: str) -> JobState | None:
+        """The state of a job submitted a moment ago: its record is durable before the projector has seen it."""
+        deadline = asyncio.get_running_loop().time() + PROJECTED_WITHIN_S
+        while asyncio.get_running_loop().time() < deadline:  # states have no bell
+            await asyncio.sleep(0.02)
+            if (state := await self.peek(job_id)) is not None:
+                return state
+        return None
 
     async def _state_from_log(self, job_id: str) -> JobState | None:
         """Fold the job's events from its partition's beginning: for when the bus has forgotten or is away."""
@@ -362,12 +380,17 @@ class Client:
         return event if isinstance(event, Terminal) else None
 
 
-def _check_conflict(submitted: Submitted, state: JobState) -> None:
-    for duplicate in state.duplicates:
-        if duplicate.body_differs and str(duplicate.origin) == str(submitted.origin):
-            raise ConflictingDuplicate(
-                f"the id {submitted.id} belongs to a job that asked for something else; that job was left as it is"
-            )
+def check_conflict(submitted: Submitted, state: JobState) -> None:
+    """Raises ConflictingDuplicate when the id belongs to a job that asked for something else.
+
+    The digest tells it as soon as an owner has spoken; the Duplicate event comes later, and after a long run of
+    duplicates not at all.
+    """
+    other = state.owned and state.digest not in ("", submitted.digest)
+    if other or any(d.body_differs and str(d.origin) == str(submitted.origin) for d in state.duplicates):
+        raise ConflictingDuplicate(
+            f"the id {submitted.id} belongs to a job that asked for something else; that job was left as it is"
+        )
 
 
 def _fold_record(state: JobState | None, record: Record) -> JobState | None:
