@@ -150,6 +150,12 @@ class Fleet:
         await self.until(lambda: any(isinstance(event, kinds) for event in self.of(job_id)))
         return self.of(job_id)
 
+    async def poll(self, condition: Callable[[], bool]) -> None:
+        """Waits for something within a part, which has no bell for tests."""
+        async with asyncio.timeout(WAIT_S):
+            while not condition():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
     async def wait_settled(self, count: int) -> None:
         await self.until(lambda: len(self.settling()) >= count)
 

@@ -256,7 +256,7 @@ class Committer:
 
     def _shrink(self, item: Item) -> None:
         """Make an item smaller that the log has refused. Raises RecordTooLarge when nothing is left to leave out."""
-        log.error("event_too_large", topic=self.topic, partition=self.partition, event=type(item.event).__name__)
+        log.error("event_too_large", topic=self.topic, partition=self.partition, kind=type(item.event).__name__)
         if isinstance(item.event, Terminal) and item.event.output.count:
             item.event = without_output(item.event)
         elif isinstance(item.event, Progressed) and item.event.tokens:

@@ -80,7 +80,6 @@ class Desk:
         self._metrics = metrics
         self._held: dict[int, Held] = {}
         self._by_id: dict[str, Held] = {}
-        self._cancelling: set[int] = set()
         self._last_key = 0
 
     def next_key(self) -> int:
@@ -149,10 +148,9 @@ class Desk:
             one.committer.forget(one.origin.offset)
 
     def cancel(self, key: int) -> None:
-        """A cancel was requested."""
+        """A cancel was requested. Said again with every answer of the bus, until the job has ended."""
         held = self._held.get(key)
-        if held is not None and not held.over and key not in self._cancelling:
-            self._cancelling.add(key)
+        if held is not None and not held.over:
             self._engine.cancel(key)
 
     def checkpoint(self, held: Iterable[Held]) -> None:
@@ -241,6 +239,5 @@ class Desk:
 
     def _forget(self, held: Held) -> None:
         self._held.pop(held.key, None)
-        self._cancelling.discard(held.key)
         if self._by_id.get(held.job.id) is held:
             del self._by_id[held.job.id]

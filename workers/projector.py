@@ -50,6 +50,8 @@ REWIND_S: Final = 10.0
 """How far behind the stored positions lie: longer than a replica of the bus lags."""
 STREAM_KEPT_S: Final = 900.0
 """Streams of jobs that ended longer ago are not made anew: readers take such an output from its event."""
+BATCH_RECORDS: Final = 500
+"""Records projected in one go: a call to the bus holds it up for everybody else."""
 FINISH_MAX_TOKENS: Final = 20_000
 """Tokens in one call that ends streams."""
 PAUSE_S: Final = 0.25
@@ -172,14 +174,16 @@ class Projector:
                 tasks.create_task(self._follow(), name="projector tail")
                 tasks.create_task(self._look_around(), name="projector look")
         except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from errors
+            raise errors.exceptions[0] from None
 
     async def _follow(self) -> None:
         async with aclosing(self._log.tail(list(self._topics), dict(self._positions))) as tail:
             async for records in tail:
-                await self._batch(records)
-                for record in records:
-                    self._positions[record.topic, record.partition] = record.offset + 1
+                for start in range(0, len(records), BATCH_RECORDS):
+                    batch = records[start : start + BATCH_RECORDS]
+                    await self._batch(batch)
+                    for record in batch:
+                        self._positions[record.topic, record.partition] = record.offset + 1
 
     async def _look_around(self) -> None:
         last = dict(self._positions)

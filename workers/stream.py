@@ -196,6 +196,8 @@ class Streams:
             while self._opening:
                 some, self._opening = self._opening[:OPEN_MAX_STREAMS], self._opening[OPEN_MAX_STREAMS:]
                 some = [(stream, future) for stream, future in some if stream.phase == "new"]
+                if not some:
+                    continue
                 try:
                     await self._open_some(some)
                     self._found_back()
@@ -293,10 +295,11 @@ class Streams:
     async def _append(self, tasks: asyncio.TaskGroup) -> None:
         requests: list[tuple[Stream, AppendRequest]] = []
         for stream in list(self._dirty.values())[:APPEND_MAX_STREAMS]:
+            if stream.phase != "lost":
+                # Whoever has more to say afterwards comes in again behind the others.
+                del self._dirty[stream.key]
             if stream.phase == "live":
                 requests.append((stream, self._next(stream)))
-            elif stream.phase != "lost":
-                del self._dirty[stream.key]
         if not requests:
             return
         since, self._since = self._since, 0.0
@@ -304,6 +307,7 @@ class Streams:
             answers = await self._bus.append([request for _, request in requests])
         except BusUnavailable:
             self._since = since
+            self._dirty |= {stream.key: stream for stream, _ in requests if stream.phase != "unseen"}
             raise
         self._metrics.bus_lag.observe(self._clock.monotonic() - since if since else 0.0)
         for (stream, request), answer in zip(requests, answers, strict=True):
@@ -329,16 +333,19 @@ class Streams:
         match answer.code:
             case "ok":
                 stream.sent = answer.next
-                if stream.sent == len(stream.tokens) and stream.seal == request.seal:
+                if stream.sent < len(stream.tokens) or stream.seal != request.seal:
+                    self._dirty[stream.key] = stream
+                elif stream.closing:
+                    self.drop(stream)
+                else:
                     self._dirty.pop(stream.key, None)
-                    if stream.closing:
-                        self.drop(stream)
             case "gone":
                 # A bus that forgets and a worker that dies next would cost all that was shown: it is recorded first.
                 stream.phase = "unsaved"
                 tasks.create_task(self._save(stream), name=f"checkpoint {stream.key}")
             case "reopen":
                 stream.phase = "lost"
+                self._dirty[stream.key] = stream
             case "foreign" | "fenced" | "finished":
                 log.info("stream_not_ours", job_id=stream.job_id, code=answer.code)
                 self.drop(stream)

@@ -44,6 +44,14 @@ FLUSH_S: Final = 5.0
 """How long recording what a drained partition holds may take. What is not recorded by then is run again."""
 
 
+def first_error(errors: BaseExceptionGroup) -> BaseException:
+    """What has ended a group of tasks, out of the groups within groups that it comes wrapped in."""
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 class Runner(Engine, Protocol):
     """What is used of `engine/runner.py`'s EngineRunner."""
 
@@ -161,7 +169,7 @@ class Worker:
                 async with asyncio.TaskGroup() as tasks:
                     await self._work(membership, tasks)
         except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from errors
+            raise first_error(errors) from None
         finally:
             self._partitions.clear()
             self._over.set()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -356,32 +354,3 @@ async def test_a_dead_engine_stops_the_worker(fleet: Fleet) -> None:
         with pytest.raises(EngineError, match="the card is gone"):
             async with asyncio.timeout(WAIT_S):
                 await run
-
-
-async def test_after_kill_another_worker_runs_the_job_again_and_it_ends_once(fleet: Fleet) -> None:
-    where = (
-        [str(fleet.endpoints.data)]
-        if fleet.endpoints.embedded
-        else [str(fleet.endpoints.kafka), str(fleet.endpoints.redis)]
-    )
-    tests = Path(__file__).parents[1]
-    await fleet.submit(Job(id="a", prompt=LONG[:300]))
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, str(tests / "fleet_process.py"), fleet.names.namespace, "w1", str(SLOW), *where
-    )
-    try:
-        await fleet.wait_view("a", lambda view: len(view.tokens) > 3)
-        await fleet.wait_events("a", Started)
-    finally:
-        process.kill()
-        await process.wait()
-    async with fleet.projecting(), fleet.running(fleet.make_worker("w2")):
-        view = await fleet.wait_view("a", lambda view: view.status == "fin")
-        end = await fleet.wait_end("a")
-        state = await fleet.wait_state("a", lambda state: state.ended)
-    assert isinstance(end, Completed)
-    assert end.worker == "w2"
-    assert end.output.text == LONG[:300]
-    assert [token.on_bus() for token in end.output.tokens] == view.tokens
-    assert sum(isinstance(event, Terminal) for event in fleet.of("a")) == 1
-    assert state.late_terminals == 0
