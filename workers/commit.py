@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, Generic, Protocol, TypeVar
 
 import msgspec
 import structlog
@@ -31,8 +31,11 @@ from arriero.schemas.event import (
     Completed,
     DeadLettered,
     Duplicate,
+    Error,
     Expired,
     Failed,
+    Output,
+    OwnerEvent,
     Preempted,
     Progressed,
     Rejected,
@@ -44,7 +47,6 @@ from arriero.schemas.event import (
 from arriero.schemas.names import Names, parse_job_topic
 from arriero.schemas.state import TERMINAL_STATUS
 from arriero.transports.log import RECORD_MAX_BYTES, Claim, Commit, Outgoing
-from arriero.workers.held import Held, oldest_start, without_output
 from arriero.workers.metrics import WorkerMetrics
 
 log = structlog.get_logger(__name__)
@@ -87,7 +89,17 @@ class Item(msgspec.Struct, eq=False):
     """A commit with it was refused for a record's size. Now each goes alone, which finds the one."""
 
 
-class Committer:
+class Pending(Protocol):
+    """What a committer knows of a record that is in hand."""
+
+    started_ms: int
+    """0 until it has begun."""
+
+
+P = TypeVar("P", bound=Pending)
+
+
+class Committer(Generic[P]):
     """What a worker holds of one partition. `run` must be running until it is dropped or released."""
 
     def __init__(self, claim: Claim, *, names: Names, worker: str, clock: Clock, metrics: WorkerMetrics) -> None:
@@ -95,7 +107,7 @@ class Committer:
         self._priority = parse_job_topic(claim.topic).priority
         self.fence = claim.fence
         """The claim's; while in doubt, that of the last one."""
-        self.pending: dict[int, Held | None] = {}
+        self.pending: dict[int, P | None] = {}
         """Records read and not settled, by offset; None for those in preparation."""
         self.dropped = False
         self._names = names
@@ -240,7 +252,7 @@ class Committer:
         running = [held for offset, held in self.pending.items() if held is not None and offset not in settled]
         began = self._clock.monotonic()
         try:
-            await claim.commit(Commit(records=records, settled=settled, oldest_start_ms=oldest_start(running)))
+            await claim.commit(Commit(records=records, settled=settled, oldest_start_ms=_oldest_start(running)))
         except RecordTooLarge:
             for item in self._in_flight:
                 if len(self._in_flight) == 1:
@@ -258,7 +270,7 @@ class Committer:
         """Make an item smaller that the log has refused. Raises RecordTooLarge when nothing is left to leave out."""
         log.error("event_too_large", topic=self.topic, partition=self.partition, kind=type(item.event).__name__)
         if isinstance(item.event, Terminal) and item.event.output.count:
-            item.event = without_output(item.event)
+            item.event = _without_output(item.event)
         elif isinstance(item.event, Progressed) and item.event.tokens:
             # The job goes on without this checkpoint: what a later one adds begins behind it, so readers see the gap.
             item.event = msgspec.structs.replace(item.event, tokens=[])
@@ -299,3 +311,15 @@ class Committer:
 
 def _outcome(event: OwnersEvent) -> str:
     return TERMINAL_STATUS[type(event)] if isinstance(event, Terminal) else type(event).__name__.lower()
+
+
+def _without_output(event: Terminal) -> Failed:
+    """What is recorded in place of a terminal event that the log refuses for its size."""
+    kept = {name: getattr(event, name) for name in OwnerEvent.__struct_fields__}
+    error = Error("output_too_large", f"the output of {event.output.count:,} tokens is larger than a record may be")
+    return Failed(**kept, digest=event.digest, usage=event.usage, output=Output(), error=error)
+
+
+def _oldest_start(held: Sequence[Pending]) -> int:
+    """Milliseconds; 0 when nothing has started."""
+    return min((one.started_ms for one in held if one.started_ms), default=0)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 
@@ -17,23 +16,19 @@ from arriero.schemas.event import (
     Failed,
     Origin,
     Output,
-    OwnerEvent,
     Preempted,
     Progressed,
     Rejected,
     Resumed,
     Stage,
     Started,
-    Terminal,
     Usage,
 )
 from arriero.schemas.job import Job, PriorityClass
 from arriero.schemas.token import Token
+from arriero.workers.commit import Committer
 from arriero.workers.engine.seam import Ending
-
-if TYPE_CHECKING:
-    from arriero.workers.commit import Committer
-    from arriero.workers.stream import Stream
+from arriero.workers.stream import Stream
 
 PROGRESS_MAX_TOKENS: Final = 20_000
 """Tokens of one Progressed event: about 1 MiB, far below what the log takes in one record."""
@@ -52,7 +47,7 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
     arrived: float
     """When the record entered the log."""
     size_bytes: int
-    committer: Committer
+    committer: Committer[Held]
     stream: Stream
     tokens: list[Token]
     """All decoded so far; the stream looks at the same list."""
@@ -158,18 +153,6 @@ def about(job_id: str, origin: Origin, priority: PriorityClass, time_ms: int) ->
         "fence": 0,
         "priority": priority,
     }
-
-
-def without_output(event: Terminal) -> Failed:
-    """What is recorded in place of a terminal event that the log refuses for its size."""
-    kept = {name: getattr(event, name) for name in OwnerEvent.__struct_fields__}
-    error = Error("output_too_large", f"the output of {event.output.count:,} tokens is larger than a record may be")
-    return Failed(**kept, digest=event.digest, usage=event.usage, output=Output(), error=error)
-
-
-def oldest_start(held: Sequence[Held]) -> int:
-    """Milliseconds; 0 when nothing has started."""
-    return min((one.started_ms for one in held if one.started_ms), default=0)
 
 
 def _span(start: float, end: float) -> float:

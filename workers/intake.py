@@ -45,7 +45,7 @@ class Intake:
 
     def __init__(
         self,
-        committer: Committer,
+        committer: Committer[Held],
         *,
         desk: Desk,
         bus: TokenBus,

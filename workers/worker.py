@@ -75,7 +75,7 @@ class _Partition(msgspec.Struct, eq=False):
     """A partition of ours, and its tasks."""
 
     claim: Claim
-    committer: Committer
+    committer: Committer[Held]
     intake: asyncio.Task[None]
     commits: asyncio.Task[None]
 
@@ -251,7 +251,9 @@ class Worker:
             with contextlib.suppress(LogError):
                 await claim.release()
             return
-        committer = Committer(claim, names=self._names, worker=self._name, clock=self._clock, metrics=self._metrics)
+        committer = Committer[Held](
+            claim, names=self._names, worker=self._name, clock=self._clock, metrics=self._metrics
+        )
         intake = Intake(
             committer,
             desk=self._desk,
