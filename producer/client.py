@@ -95,7 +95,7 @@ class Client:
     ) -> None:
         self.names = Names(namespace)
         self.pool = pool
-        self._clock = clock or SystemClock()
+        self.clock = clock or SystemClock()
         self._rng = rng or system_random()
         self._given = (log, bus)
         self._endpoints = None if log and bus else Endpoints(data=data, kafka=kafka, redis=redis)
@@ -106,10 +106,10 @@ class Client:
             if self._endpoints is not None:
                 log = await stack.enter_async_context(
                     make_log(
-                        self._endpoints, names=self.names, clock=self._clock, rng=self._rng, client="arriero-client"
+                        self._endpoints, names=self.names, clock=self.clock, rng=self._rng, client="arriero-client"
                     )
                 )
-                bus = await stack.enter_async_context(make_bus(self._endpoints, names=self.names, clock=self._clock))
+                bus = await stack.enter_async_context(make_bus(self._endpoints, names=self.names, clock=self.clock))
             assert log is not None
             assert bus is not None
             self.log, self.bus = log, bus
@@ -145,7 +145,7 @@ class Client:
         same from now on. Raises BadJob, LogUnavailable.
         """
         if ttl_s is not None:
-            deadline = self._clock.time() + ttl_s
+            deadline = self.clock.time() + ttl_s
         given = {"model": model, "max_tokens": max_tokens, "tenant": tenant, "metadata": metadata, "sampling": sampling}
         job = Job(
             id=id if id is not None else self.new_id(),
@@ -160,7 +160,7 @@ class Client:
         return await self.submit_job(job, priority)
 
     def new_id(self) -> str:
-        return new_id(self._clock, self._rng)
+        return new_id(self.clock, self._rng)
 
     async def submit_job(self, job: Job, priority: PriorityClass = "standard") -> Submitted:
         (outcome,) = await self._publish([job], [outgoing(job, self.names, self.pool, priority)])
@@ -318,7 +318,7 @@ class Client:
 
         The request in the log is what counts; the flag on the bus makes it quick.
         """
-        event = CancelRequested(id=job_id, time_ms=now_ms(self._clock), reason=reason[:500])
+        event = CancelRequested(id=job_id, time_ms=now_ms(self.clock), reason=reason[:500])
         (placed,) = await self.log.publish([Outgoing(self.names.events, job_id.encode(), encode(event))])
         if isinstance(placed, BaseException):
             raise placed
