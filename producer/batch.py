@@ -173,6 +173,8 @@ class _Run:
         """Pending jobs whose end may lie before the tail's beginning."""
         self._recorded: dict[int, tuple[int, int]] = {}
         """Results that the log was found to have: (partition, offset) by line."""
+        self._model = ""
+        """What the fleet calls the model of jobs that name none."""
         self._news = asyncio.Event()
         """Set whenever a job leaves `_pending`."""
         self._skipped = done.count
@@ -252,7 +254,6 @@ class _Run:
                 fresh.append((pending, job))
             else:
                 self._asked.add(job.id)
-                pending.model = pending.model or (state.model if state is not None else "")
         places = {
             job.id: self._recorded.pop(pending.number) for pending, job in lines if pending.number in self._recorded
         }
@@ -316,11 +317,11 @@ class _Run:
         if pending is None:
             return
         if isinstance(event, Started):
-            pending.model = pending.model or event.model
+            self._model = event.model
         elif isinstance(event, Duplicate):
             self._asked.add(event.id)
         elif isinstance(event, Completed):
-            answer = Answer(pending.kind, event.id, pending.model, event.time_ms // 1000)
+            answer = Answer(pending.kind, event.id, pending.model or self._model, event.time_ms // 1000)
             body = answer.whole(event.output.text, event.finish_reason, event.usage)
             response = {"status_code": 200, "request_id": event.id, "body": body}
             self._results.append({"id": event.id, "custom_id": pending.custom_id, "response": response, "error": None})
@@ -383,7 +384,9 @@ class _Run:
             found = await self._client.bus.states(job_ids)
         except BusUnavailable:
             return [None] * len(job_ids)
-        return [None if state is None else decode_state(state) for state in found]
+        states = [None if state is None else decode_state(state) for state in found]
+        self._model = next((state.model for state in states if state is not None and state.model), self._model)
+        return states
 
     async def _take_recorded(self, places: dict[str, tuple[int, int]]) -> None:
         """Write results that lie at these places, (partition, offset) by job, of those that are still pending."""
@@ -431,6 +434,8 @@ class _Run:
 
     def _note(self, record: Record, wanted: set[int]) -> None:
         event = self._event(record)
+        if isinstance(event, Started):
+            self._model = event.model
         if isinstance(event, Terminal):
             _, _, number = event.id.rpartition("-")
             if number.isdigit() and int(number) in wanted and self._source.job_id(int(number)) == event.id:
