@@ -7,3 +7,9 @@ openai.py     OpenAI's dialect: request bodies, response objects, errors (pure)
 batch.py      offline generation over a file; lines.py reads and writes its files
 gateway/      the HTTP door
 """
+
+from arriero.producer.client import Client, JobResult, Submitted
+from arriero.producer.follow import Ended, Item, Reset, Tokens
+from arriero.schemas.job import Job, Message, Sampling
+
+__all__ = ["Client", "Ended", "Item", "Job", "JobResult", "Message", "Reset", "Sampling", "Submitted", "Tokens"]
