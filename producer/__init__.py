@@ -4,7 +4,7 @@ client.py     the asyncio client: submit, stream, result, status, history, cance
 publish.py    from a job to the record that lies in its topic
 follow.py     the reader: each token index once, then the recorded end
 openai.py     OpenAI's dialect: request bodies, response objects, errors (pure)
-batch.py      offline generation over a file; lines.py reads and writes its files
+batch.py      offline generation over a file; lines.py has its files, recorded.py its events
 gateway/      the HTTP door
 """
 

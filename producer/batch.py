@@ -42,13 +42,13 @@ from arriero.producer.lines import (
     remember,
 )
 from arriero.producer.openai import Answer, Kind, outcome_error
+from arriero.producer.recorded import Place, event_of, search_log
 from arriero.schemas.clock import now_ms
-from arriero.schemas.codec import decode_event, decode_state
+from arriero.schemas.codec import decode_state
 from arriero.schemas.errors import ArrieroError, BadJob, BusUnavailable, SetupError
 from arriero.schemas.event import Completed, Duplicate, Event, Started, Terminal
 from arriero.schemas.job import Job, PriorityClass
 from arriero.schemas.state import JobState, stream_end
-from arriero.transports.log import Record
 
 WINDOW: Final = 2_000
 """Jobs in flight: enough to keep a fleet busy, few enough to be held in memory and soon found again."""
@@ -160,6 +160,7 @@ class _Run:
     ) -> None:
         self._client = client
         self._source = source
+        self._prefix = source.digest.encode()
         self._done = done
         self._results = results
         self._errors = errors
@@ -171,8 +172,8 @@ class _Run:
         self._pending: dict[str, _Pending] = {}
         self._asked: set[str] = set()
         """Pending jobs whose end may lie before the tail's beginning."""
-        self._recorded: dict[int, tuple[int, int]] = {}
-        """Results that the log was found to have: (partition, offset) by line."""
+        self._recorded: dict[str, Place] = {}
+        """Results that the log was found to have."""
         self._model = ""
         """What the fleet calls the model of jobs that name none."""
         self._news = asyncio.Event()
@@ -250,13 +251,11 @@ class _Run:
         fresh: list[tuple[_Pending, Job]] = []
         for (pending, job), state in zip(lines, states, strict=True):
             self._pending[job.id] = pending  # before it is published: its end may come before the answer
-            if state is None and pending.number not in self._recorded:
+            if state is None and job.id not in self._recorded:
                 fresh.append((pending, job))
             else:
                 self._asked.add(job.id)
-        places = {
-            job.id: self._recorded.pop(pending.number) for pending, job in lines if pending.number in self._recorded
-        }
+        places = {job.id: self._recorded.pop(job.id) for _, job in lines if job.id in self._recorded}
         await self._take_recorded(places | _places(states))
         if fresh:
             self._remember(fresh[-1][0].number)
@@ -297,20 +296,10 @@ class _Run:
         async with aclosing(self._client.log.tail([self._client.names.events], start)) as batches:
             async for batch in batches:
                 for record in batch:
-                    event = self._event(record)
+                    event = event_of(record, self._prefix)
                     if event is not None:
                         self._take(event)
                 self._flush()
-
-    def _event(self, record: Record) -> Event | None:
-        """An event of this batch. Others are not even decoded."""
-        if record.key is None or record.value is None or not record.key.startswith(self._source.digest.encode()):
-            return None
-        try:
-            return decode_event(record.value)
-        except msgspec.MsgspecError:
-            log.warning("event_unreadable", partition=record.partition, offset=record.offset)
-            return None
 
     def _take(self, event: Event) -> None:
         pending = self._pending.get(event.id)
@@ -388,15 +377,15 @@ class _Run:
         self._model = next((state.model for state in states if state is not None and state.model), self._model)
         return states
 
-    async def _take_recorded(self, places: dict[str, tuple[int, int]]) -> None:
-        """Write results that lie at these places, (partition, offset) by job, of those that are still pending."""
+    async def _take_recorded(self, places: dict[str, Place]) -> None:
+        """Write results that lie at these places, of jobs that are still pending."""
         by_partition: dict[int, dict[int, str]] = defaultdict(dict)
         for job_id, (partition, offset) in places.items():
             by_partition[partition][offset] = job_id
         for partition, jobs in by_partition.items():
             missing = dict(jobs)
             for record in await self._client.log.fetch(self._client.names.events, partition, sorted(jobs)):
-                event = self._event(record)
+                event = event_of(record, self._prefix)
                 if event is not None:
                     self._take(event)
                     missing.pop(record.offset, None)
@@ -411,35 +400,14 @@ class _Run:
         if not suspects or not await self._forgotten(suspects):
             return
         log.info("batch_searches_log", lines=len(suspects))
-        wanted = set(suspects)
-        events = self._client.names.events
-        since_s = self._memory.started_ms / 1000 - CLOCKS_APART_S
-        ends = await self._client.log.ends([events])
-        behind = {place for place, end in ends.items() if await self._is_since(since_s, place[1], end - 1)}
-        if not behind:
-            return
-        async with aclosing(self._client.log.tail([events], since_s)) as batches:
-            async for batch in batches:
-                for record in batch:
-                    self._note(record, wanted)
-                    if record.offset >= ends[record.topic, record.partition] - 1:
-                        behind.discard((record.topic, record.partition))
-                if not behind:
-                    return
-
-    async def _is_since(self, since_s: float, partition: int, offset: int) -> bool:
-        """Whether the partition's last record is there and young enough for a tail to meet it."""
-        last = await self._client.log.fetch(self._client.names.events, partition, [offset]) if offset >= 0 else []
-        return bool(last) and last[0].time_ms >= since_s * 1000
-
-    def _note(self, record: Record, wanted: set[int]) -> None:
-        event = self._event(record)
-        if isinstance(event, Started):
-            self._model = event.model
-        if isinstance(event, Terminal):
-            _, _, number = event.id.rpartition("-")
-            if number.isdigit() and int(number) in wanted and self._source.job_id(int(number)) == event.id:
-                self._recorded.setdefault(int(number), (record.partition, record.offset))
+        found = await search_log(
+            self._client.log,
+            self._client.names.events,
+            {self._source.job_id(number) for number in suspects},
+            prefix=self._source.digest.encode(),
+            since_s=self._memory.started_ms / 1000 - CLOCKS_APART_S,
+        )
+        self._recorded, self._model = found.places, found.model or self._model
 
     async def _forgotten(self, numbers: Iterable[int]) -> bool:
         ids = [self._source.job_id(number) for number in numbers]
@@ -452,8 +420,8 @@ class _Run:
         return asyncio.get_running_loop().time()
 
 
-def _places(states: Iterable[JobState | None]) -> dict[str, tuple[int, int]]:
-    return {state.id: (state.partition, state.terminal) for state in states if state is not None and state.ended}
+def _places(states: Iterable[JobState | None]) -> dict[str, Place]:
+    return {state.id: Place(state.partition, state.terminal) for state in states if state is not None and state.ended}
 
 
 def _error_line(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 import openai
@@ -16,11 +16,13 @@ from fleet import POOL, WAIT_S, FaultyBus, Fleet
 
 from arriero.producer.client import Client
 from arriero.producer.follow import parse_position
-from arriero.producer.gateway import make_app, serve
+from arriero.producer.gateway import make_app, serve, sse
+from arriero.schemas.codec import encode
 from arriero.schemas.errors import SetupError
 from arriero.schemas.event import Cancelled, Completed, Duplicate, Started
 from arriero.schemas.job import JOB_MAX_BYTES
-from arriero.transports.bus import TokenBus
+from arriero.schemas.worker import WorkerInfo
+from arriero.transports.bus import AppendRequest, OpenRequest, TokenBus
 
 LONG = "all work and no play " * 40
 """280 tokens for the echo engine."""
@@ -43,7 +45,7 @@ class Door:
         async with self.http.get(self.url + path) as response:
             return response.status, await response.json()
 
-    async def events(self, path: str, **headers: str) -> AsyncIterator[dict[str, str]]:
+    async def events(self, path: str, **headers: str) -> AsyncGenerator[dict[str, str], None]:
         """Server-sent events, read as a browser reads them."""
         async with self.http.get(self.url + path, headers=_headers(headers)) as response:
             assert response.status == 200, await response.text()
@@ -58,7 +60,7 @@ def _headers(headers: dict[str, str]) -> dict[str, str]:
     return {name.replace("_", "-"): value for name, value in headers.items()}
 
 
-async def parse(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, str]]:
+async def parse(response: aiohttp.ClientResponse) -> AsyncGenerator[dict[str, str], None]:
     event: dict[str, str] = {}
     async for raw in response.content:
         line = raw.decode().rstrip("\n")
@@ -324,6 +326,88 @@ async def test_many_streams_at_once_are_each_whole(slow: Door) -> None:
 
     texts = await asyncio.gather(*(one(number) for number in range(60)))
     assert texts == [f"stream {number} " * 5 for number in range(60)]
+
+
+async def test_a_silent_stream_is_kept_alive_by_comments(
+    fleet: Fleet, door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.05)
+    async with (
+        fleet.projecting(),
+        Client(namespace=fleet.names.namespace, pool=POOL, log=fleet.log, bus=fleet.bus) as client,
+    ):
+        job = await client.submit("nobody runs it")
+        async with door.http.get(f"{door.url}/v1/jobs/{job.id}/events") as response:
+            assert [await response.content.readuntil(b"\n\n") for _ in range(2)] == [b": keep-alive\n\n"] * 2
+
+
+# --- a generation that begins again --------------------------------------------------------------------------
+
+
+class Owner:
+    """A worker's calls to the bus, for one job."""
+
+    def __init__(self, fleet: Fleet, job_id: str, root: str) -> None:
+        self._bus = fleet.bus
+        self._who = {"job_id": job_id, "root": root, "attempt": 1}
+
+    async def open(self, fence: int, mode: Literal["start", "restart"]) -> None:
+        epoch = f"1.{fence}"
+        request = OpenRequest(**self._who, fence=fence, epoch=epoch, mode=mode, lineage=f"{epoch}@0")  # type: ignore[arg-type]
+        (opened,) = await self._bus.open([request])
+        assert opened.code in ("fresh", "have")
+
+    async def append(self, fence: int, first: int, *pieces: str) -> None:
+        tokens = [f"1|{piece}" for piece in pieces]
+        request = AppendRequest(**self._who, fence=fence, epoch=f"1.{fence}", first=first, tokens=tokens)  # type: ignore[arg-type]
+        (appended,) = await self._bus.append([request])
+        assert appended.code == "ok"
+
+
+async def test_a_reader_is_told_what_to_drop_when_a_generation_begins_again(fleet: Fleet, door: Door) -> None:
+    async with fleet.projecting():
+        async with Client(namespace=fleet.names.namespace, pool=POOL, log=fleet.log, bus=fleet.bus) as client:
+            job = await client.submit("x")
+        owner = Owner(fleet, job.id, str(job.origin))
+        await owner.open(1, "start")
+        await owner.append(1, 0, "a", "b")
+        events = door.events(f"/v1/jobs/{job.id}/events")
+        shown = await anext(events)
+        await owner.open(2, "restart")
+        reset = await anext(events)
+        assert (reset["event"], json.loads(reset["data"]), "id" in reset) == ("reset", {"count": 0}, False)
+        await owner.append(2, 0, "x")
+        after = await anext(events)
+        assert json.loads(after["data"])["text"] == "x"
+        # One that was away meanwhile is told when it comes back with its old position.
+        back = door.events(f"/v1/jobs/{job.id}/events", Last_Event_ID=shown["id"])
+        assert [(await anext(back))["event"], (await anext(back))["event"]] == ["reset", "tokens"]
+        await events.aclose()
+        await back.aclose()
+
+
+async def test_a_completion_that_begins_again_never_shows_two_texts_as_one(fleet: Fleet, door: Door) -> None:
+    info = WorkerInfo(worker="w", pool=POOL, models=["m"], slots=1, n_ctx_sequence=1)
+    await fleet.bus.announce(POOL, "w", encode(info), 60.0)
+    async with fleet.projecting():
+        body = {"prompt": "x", "stream": True}
+        request = asyncio.create_task(
+            door.http.post(door.url + "/v1/completions", json=body, headers={"Idempotency-Key": "k"}).__aenter__()
+        )
+        state = await fleet.wait_state("k", lambda state: state.record is not None)
+        owner = Owner(fleet, "k", state.root)
+        await owner.open(1, "start")
+        await owner.append(1, 0, "a", "b")
+        async with await request as response:
+            frames = parse(response)
+            assert '"ab"' in (await anext(frames))["data"]
+            await owner.open(2, "restart")
+            await owner.append(2, 0, "a", "b", "c")  # the same again, and more
+            assert '"c"' in (await anext(frames))["data"]
+            await owner.open(3, "restart")
+            await owner.append(3, 0, "a", "other")
+            assert json.loads((await anext(frames))["data"])["error"]["code"] == "stream_reset"
+            assert (await anext(frames))["data"] == "[DONE]"
 
 
 # --- jobs by their id ----------------------------------------------------------------------------------------
