@@ -64,6 +64,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     grace_s: float = GRACE_S
     host: str = "127.0.0.1"
     port: int = 8080
+    metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None
     debug: bool = False
     log_json: bool | None = None

@@ -246,10 +246,10 @@ def serve_metrics(settings: Settings) -> CollectorRegistry:
     registry = CollectorRegistry()
     if settings.metrics_port is not None:
         try:
-            start_http_server(settings.metrics_port, addr=settings.host, registry=registry)
+            start_http_server(settings.metrics_port, addr=settings.metrics_host, registry=registry)
         except OSError as error:
             raise SetupError(
-                f"metrics cannot be served on {settings.host}:{settings.metrics_port}: {error.strerror}; "
+                f"metrics cannot be served on {settings.metrics_host}:{settings.metrics_port}: {error.strerror}; "
                 "give another --metrics-port",
                 code="port_in_use",
             ) from error

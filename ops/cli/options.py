@@ -47,7 +47,10 @@ server = _all(
     _flag("--log-json/--log-plain", default=None, help="How to log.  [default: plain on a terminal, else JSON]"),
 )
 
-metrics = _flag("--metrics-port", type=click.IntRange(0, 65_535), help="Serve Prometheus metrics on this port.")
+metrics = _all(
+    _flag("--metrics-port", type=click.IntRange(0, 65_535), help="Serve Prometheus metrics on this port."),
+    _flag("--metrics-host", default="127.0.0.1", show_default=True, help="Address to serve them on."),
+)
 
 cache = _flag("--cache", type=PATH, help="Where fetched models are kept.  [default: ~/.cache/arriero/models]")
 
