@@ -7,8 +7,8 @@ A line's job id follows from the input's digest and the line's number, and the o
 was stopped, killed, or left for a week goes on where it was:
 
     1. lock and scan the outputs 2. read the events from now on 3. where a former run may have published lines that are
-    not answered, and the bus has forgotten one of them: look the log through, once 4. line by line: what has ended is
-    taken from the log, what runs is waited for, the rest is published
+    not answered, and the bus does not know one of them: look the log through, once 4. line by line: what has ended is
+    taken from the log, what is published is waited for, the rest is published
 
 The tail alone would miss what is recorded before it begins and projected after step 4 has asked. So jobs that this run
 has not published itself are asked for again, now and then; all are, when nothing comes.
@@ -42,7 +42,7 @@ from arriero.producer.lines import (
     remember,
 )
 from arriero.producer.openai import Answer, Kind, outcome_error
-from arriero.producer.recorded import Place, event_of, search_log
+from arriero.producer.recorded import Found, Place, event_of, search_log
 from arriero.schemas.clock import now_ms
 from arriero.schemas.codec import decode_state
 from arriero.schemas.errors import ArrieroError, BadJob, BusUnavailable, SetupError
@@ -61,6 +61,7 @@ TELL_S: Final = 0.1
 PATIENCE_S: Final = 60.0
 """How long publishing is tried again while the log is away. Then the run ends; the next one goes on."""
 PAUSE_S: Final = 0.5
+CANCEL_AGAIN_S: Final = 1.0
 CLOCKS_APART_S: Final = 60.0
 """How much clocks of machines may differ: so much earlier the log is searched."""
 
@@ -172,8 +173,8 @@ class _Run:
         self._pending: dict[str, _Pending] = {}
         self._asked: set[str] = set()
         """Pending jobs whose end may lie before the tail's beginning."""
-        self._recorded: dict[str, Place] = {}
-        """Results that the log was found to have."""
+        self._found = Found()
+        """What a former run has left in the log."""
         self._model = ""
         """What the fleet calls the model of jobs that name none."""
         self._news = asyncio.Event()
@@ -202,20 +203,20 @@ class _Run:
         if self._skipped >= self._source.jobs:
             return False
         start = await self._client.log.ends([self._client.names.events])
+        feed = asyncio.create_task(self._feed(), name="batch feed")
+        helpers = [
+            asyncio.create_task(self._follow(start), name="batch tail"),  # 2.
+            asyncio.create_task(self._look(), name="batch look"),
+            asyncio.create_task(stop.wait(), name="batch stop"),
+        ]
         try:
-            async with asyncio.TaskGroup() as tasks:
-                feed = tasks.create_task(self._feed(), name="batch feed")
-                helpers = [
-                    tasks.create_task(self._follow(start), name="batch tail"),  # 2.
-                    tasks.create_task(self._look(), name="batch look"),
-                    tasks.create_task(stop.wait(), name="batch stop"),
-                ]
-                await asyncio.wait([feed, helpers[-1]], return_when=asyncio.FIRST_COMPLETED)
-                stopped = not feed.done()
-                for task in (feed, *helpers):
-                    task.cancel()
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from failures
+            await asyncio.wait([feed, *helpers], return_when=asyncio.FIRST_COMPLETED)
+            stopped = not feed.done()
+        finally:
+            await _end([feed, *helpers])
+        for task in (feed, *helpers):
+            if not task.cancelled():
+                task.result()
         self._tell(self.progress())
         return stopped
 
@@ -251,11 +252,11 @@ class _Run:
         fresh: list[tuple[_Pending, Job]] = []
         for (pending, job), state in zip(lines, states, strict=True):
             self._pending[job.id] = pending  # before it is published: its end may come before the answer
-            if state is None and job.id not in self._recorded:
+            if state is None and job.id not in self._found.published and job.id not in self._found.places:
                 fresh.append((pending, job))
             else:
                 self._asked.add(job.id)
-        places = {job.id: self._recorded.pop(job.id) for _, job in lines if job.id in self._recorded}
+        places = {job.id: self._found.places.pop(job.id) for _, job in lines if job.id in self._found.places}
         await self._take_recorded(places | _places(states))
         if fresh:
             self._remember(fresh[-1][0].number)
@@ -403,11 +404,12 @@ class _Run:
         found = await search_log(
             self._client.log,
             self._client.names.events,
+            self._client.names.job_topics(self._client.pool),
             {self._source.job_id(number) for number in suspects},
             prefix=self._source.digest.encode(),
             since_s=self._memory.started_ms / 1000 - CLOCKS_APART_S,
         )
-        self._recorded, self._model = found.places, found.model or self._model
+        self._found, self._model = found, found.model or self._model
 
     async def _forgotten(self, numbers: Iterable[int]) -> bool:
         ids = [self._source.job_id(number) for number in numbers]
@@ -418,6 +420,14 @@ class _Run:
 
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time()
+
+
+async def _end(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel until all have ended: a cancellation that meets the very answer that was waited for may be lost on it."""
+    while running := [task for task in tasks if not task.done()]:
+        for task in running:
+            task.cancel()
+        await asyncio.wait(running, timeout=CANCEL_AGAIN_S)
 
 
 def _places(states: Iterable[JobState | None]) -> dict[str, Place]:

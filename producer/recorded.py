@@ -1,7 +1,8 @@
-"""A batch's events in the log, and the search for results that the bus has forgotten."""
+"""A batch's records in the log, and the search for those that the bus does not know of."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import aclosing
 from typing import NamedTuple
 
@@ -23,8 +24,10 @@ class Place(NamedTuple):
 
 
 class Found(msgspec.Struct):
-    places: dict[str, Place]
+    places: dict[str, Place] = {}
     """The first terminal event of each job that has one, by its id."""
+    published: set[str] = set()
+    """Ids of which a record lies in a job topic: a worker will end them, if it has not."""
     model: str = ""
     """What the fleet called the model."""
 
@@ -40,26 +43,35 @@ def event_of(record: Record, prefix: bytes) -> Event | None:
         return None
 
 
-async def search_log(job_log: JobLog, topic: str, wanted: set[str], *, prefix: bytes, since_s: float) -> Found:
-    """Read the events from a time (Unix seconds) to the present end, once."""
-    found = Found({})
-    ends = await job_log.ends([topic])
+async def search_log(
+    job_log: JobLog, events: str, job_topics: Sequence[str], wanted: set[str], *, prefix: bytes, since_s: float
+) -> Found:
+    """Read events and job topics from a time (Unix seconds) to their present ends, once."""
+    found = Found()
+    topics = [events, *job_topics]
+    ends = await job_log.ends(topics)
     behind = {place for place, end in ends.items() if await _is_since(job_log, place, end - 1, since_s)}
     if not behind:
         return found
-    async with aclosing(job_log.tail([topic], since_s)) as batches:
+    async with aclosing(job_log.tail(topics, since_s)) as batches:
         async for batch in batches:
             for record in batch:
-                event = event_of(record, prefix)
-                if isinstance(event, Started):
-                    found.model = event.model
-                elif isinstance(event, Terminal) and event.id in wanted:
-                    found.places.setdefault(event.id, Place(record.partition, record.offset))
+                if record.topic == events:
+                    _note(found, record, event_of(record, prefix), wanted)
+                elif record.key is not None and record.key.startswith(prefix):
+                    found.published |= {record.key.decode(errors="replace")} & wanted
                 if record.offset >= ends[record.topic, record.partition] - 1:
                     behind.discard((record.topic, record.partition))
             if not behind:
                 break
     return found
+
+
+def _note(found: Found, record: Record, event: Event | None, wanted: set[str]) -> None:
+    if isinstance(event, Started):
+        found.model = event.model
+    elif isinstance(event, Terminal) and event.id in wanted:
+        found.places.setdefault(event.id, Place(record.partition, record.offset))
 
 
 async def _is_since(job_log: JobLog, place: tuple[str, int], offset: int, since_s: float) -> bool:

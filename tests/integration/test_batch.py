@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from fleet import POOL, WAIT_S, Fleet, empty
 
@@ -16,7 +17,8 @@ from arriero.producer.batch import Progress, Summary, run_batch
 from arriero.producer.client import Client
 from arriero.producer.lines import memory_path
 from arriero.schemas.errors import SetupError
-from arriero.schemas.event import Started, Terminal
+from arriero.schemas.event import Duplicate, Started, Terminal
+from arriero.transports.bus import TokenBus
 
 SLOW = 0.01
 
@@ -61,8 +63,14 @@ def assert_decoded_once(fleet: Fleet) -> None:
     assert max(Counter(event.id for event in fleet.events if isinstance(event, Started)).values()) == 1
 
 
+def open_client(fleet: Fleet) -> Client:
+    """One with connections of its own."""
+    where = msgspec.structs.asdict(fleet.endpoints)
+    return Client(namespace=fleet.names.namespace, pool=POOL, **where)
+
+
 async def until_some_are_done(
-    client: Client, source: Path, target: Path, count: int, *, kill: bool, **options: Any
+    fleet: Fleet, client: Client, source: Path, target: Path, count: int, *, kill: bool, **options: Any
 ) -> Summary | None:
     """A run that is stopped, or killed, once so many lines are answered."""
     stop = asyncio.Event()
@@ -73,10 +81,11 @@ async def until_some_are_done(
 
     if not kill:
         return await run_batch(client, source, target, progress=progress, stop=stop, **options)
-    run = asyncio.create_task(run_batch(client, source, target, progress=progress, **options))
-    await stop.wait()
-    run.cancel()
-    await asyncio.wait([run])
+    async with open_client(fleet) as killed:  # a process takes its unsent records with it
+        run = asyncio.create_task(run_batch(killed, source, target, progress=progress, **options))
+        await stop.wait()
+        run.cancel()
+        await asyncio.wait([run])
     return None
 
 
@@ -134,7 +143,7 @@ async def test_bad_lines_go_to_their_own_file(fleet: Fleet, client: Client, tmp_
 async def test_a_run_cut_off_goes_on_where_it_was(fleet: Fleet, client: Client, tmp_path: Path, kill: bool) -> None:
     source, target = write(tmp_path, 600), tmp_path / "out.jsonl"
     async with asyncio.timeout(2 * WAIT_S), fleet.projecting(), fleet.running(fleet.make_worker(step_s=SLOW)):
-        first = await until_some_are_done(client, source, target, 100, kill=kill, window=300)
+        first = await until_some_are_done(fleet, client, source, target, 100, kill=kill, window=300)
         with target.open("ab") as file:
             file.write(b'{"id":"')  # torn off
         summary = await run_batch(client, source, target)
@@ -152,7 +161,7 @@ async def test_what_ended_in_between_is_taken_from_the_log_even_when_the_bus_has
     source, target = write(tmp_path, 400), tmp_path / "out.jsonl"
     async with asyncio.timeout(2 * WAIT_S):
         async with fleet.projecting(), fleet.running(fleet.make_worker(step_s=SLOW)):
-            await until_some_are_done(client, source, target, 50, kill=True, window=250)
+            await until_some_are_done(fleet, client, source, target, 50, kill=True, window=250)
             await fleet.until(lambda: sum(isinstance(event, Terminal) for event in fleet.events) >= 250)
         await empty(fleet.bus, fleet.names)
         async with fleet.running(fleet.make_worker("w2")):  # and no projector: nothing brings the states back
@@ -174,18 +183,31 @@ async def test_another_output_gets_the_recorded_results(fleet: Fleet, client: Cl
     assert one == two
 
 
-async def test_a_lost_output_is_written_again_from_what_is_recorded(
-    fleet: Fleet, client: Client, tmp_path: Path
-) -> None:
-    """The same ids are published again, and their Duplicates lead to the results."""
-    source, target = write(tmp_path, 200), tmp_path / "out.jsonl"
-    async with asyncio.timeout(2 * WAIT_S), fleet.projecting(), fleet.running(fleet.make_worker(step_s=SLOW)):
-        await until_some_are_done(client, source, target, 1, kill=True)
-        target.unlink()
-        memory_path(target).unlink()
-        await run_batch(client, source, target)
-    assert_each_once(target, range(1, 201))
+class ForgetfulBus:
+    """Says of each job at first that it does not know it."""
+
+    def __init__(self, bus: TokenBus) -> None:
+        self._bus = bus
+        self._asked: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bus, name)
+
+    async def states(self, job_ids: Sequence[str]) -> list[bytes | None]:
+        known = [job_id in self._asked for job_id in job_ids]
+        self._asked |= set(job_ids)
+        return [state if asked else None for state, asked in zip(await self._bus.states(job_ids), known, strict=True)]
+
+
+async def test_jobs_published_twice_are_found_by_their_duplicates(fleet: Fleet, client: Client, tmp_path: Path) -> None:
+    source = write(tmp_path, 60)
+    async with asyncio.timeout(2 * WAIT_S), fleet.projecting(), fleet.running(fleet.make_worker()):
+        await run_batch(client, source, tmp_path / "one.jsonl")
+        client.bus = ForgetfulBus(fleet.bus)  # type: ignore[assignment]
+        await run_batch(client, source, tmp_path / "two.jsonl")
+    assert_each_once(tmp_path / "two.jsonl", range(1, 61))
     assert_decoded_once(fleet)
+    assert sum(isinstance(event, Duplicate) for event in fleet.events) == 60
 
 
 async def test_an_output_of_another_input_is_refused(fleet: Fleet, client: Client, tmp_path: Path) -> None:
@@ -207,10 +229,10 @@ async def test_a_stopped_run_without_a_single_answer_still_knows_its_input(
     fleet: Fleet, client: Client, tmp_path: Path
 ) -> None:
     source, target = write(tmp_path, 3), tmp_path / "out.jsonl"
-    stop = asyncio.Event()
-    run = asyncio.create_task(run_batch(client, source, target, stop=stop))  # no worker: nothing is answered
+    stop, told = asyncio.Event(), asyncio.Event()
+    run = asyncio.create_task(run_batch(client, source, target, stop=stop, progress=lambda progress: told.set()))
     async with asyncio.timeout(WAIT_S):
-        await _until_exists(memory_path(target))
+        await told.wait()  # no worker: nothing is answered
         stop.set()
         summary = await run
         assert (summary.stopped, summary.left) == (True, 3)
@@ -225,8 +247,3 @@ async def test_an_empty_input_is_done_at_once(client: Client, tmp_path: Path) ->
     source.write_text("\n")
     summary = await run_batch(client, source, tmp_path / "out.jsonl")
     assert (summary.total, summary.done, summary.stopped) == (0, 0, False)
-
-
-async def _until_exists(path: Path) -> None:
-    while not path.exists():  # noqa: ASYNC110, ASYNC240 - a file has no bell
-        await asyncio.sleep(0.01)
