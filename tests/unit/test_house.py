@@ -98,3 +98,17 @@ def test_every_command_that_the_docs_name_exists(document: str, command: str) ->
             break
         group = group.get_command(click.Context(group), word)
         assert group is not None, f"{document}: {command}"
+
+
+def test_every_metric_that_the_docs_name_exists() -> None:
+    source = "".join((ROOT / path).read_text() for path in ("workers/metrics.py", "producer/gateway/metrics.py"))
+    known = set(re.findall(r'"(arriero_[a-z_]+)"', source))
+    for document in DOCS:
+        for name in re.findall(r"`(arriero_[a-z_]+)`", document.read_text()):
+            assert name.removesuffix("_total") in known, f"{document.name}: {name}"
+
+
+def test_every_file_that_the_docs_link_to_exists() -> None:
+    for document in DOCS:
+        for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
+            assert (document.parent / target).exists(), f"{document.name}: {target}"
