@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from fleet import POOL, WAIT_S, Fleet, empty
 
-from arriero.producer.batch import Progress, Summary, run_batch
+from arriero.producer.batch import LOOK_S, Progress, Summary, run_batch
 from arriero.producer.client import Client
 from arriero.producer.lines import memory_path
 from arriero.schemas.errors import SetupError
@@ -139,6 +139,17 @@ async def test_bad_lines_go_to_their_own_file(fleet: Fleet, client: Client, tmp_
     assert (again.skipped, again.done, again.failed) == (7, 0, 0)
 
 
+async def run_for_a_look(client: Client, source: Path, target: Path) -> Summary:
+    """A run that is stopped after all is published and nothing has come back."""
+    stop = asyncio.Event()
+
+    def progress(now: Progress) -> None:
+        if now.elapsed_s >= LOOK_S:
+            stop.set()
+
+    return await run_batch(client, source, target, stop=stop, progress=progress)
+
+
 @pytest.mark.parametrize("kill", [False, True], ids=["stopped", "killed"])
 async def test_a_run_cut_off_goes_on_where_it_was(fleet: Fleet, client: Client, tmp_path: Path, kill: bool) -> None:
     source, target = write(tmp_path, 600), tmp_path / "out.jsonl"
@@ -225,17 +236,16 @@ async def test_an_output_of_another_input_is_refused(fleet: Fleet, client: Clien
     assert_each_once(target, range(1, 5))
 
 
-async def test_a_stopped_run_without_a_single_answer_still_knows_its_input(
+async def test_a_run_without_a_single_answer_still_knows_its_input_and_its_jobs(
     fleet: Fleet, client: Client, tmp_path: Path
 ) -> None:
     source, target = write(tmp_path, 3), tmp_path / "out.jsonl"
-    stop, told = asyncio.Event(), asyncio.Event()
-    run = asyncio.create_task(run_batch(client, source, target, stop=stop, progress=lambda progress: told.set()))
     async with asyncio.timeout(WAIT_S):
-        await told.wait()  # no worker: nothing is answered
-        stop.set()
-        summary = await run
-        assert (summary.stopped, summary.left) == (True, 3)
+        for _ in range(2):
+            summary = await run_for_a_look(client, source, target)
+            assert (summary.stopped, summary.left) == (True, 3)
+        job_topics = fleet.names.job_topics(POOL)
+        assert sum((await fleet.log.ends(job_topics)).values()) == 3  # the log knew them; nobody else did
         write(tmp_path, 4)
         with pytest.raises(SetupError) as caught:
             await run_batch(client, source, target)

@@ -146,3 +146,20 @@ async def test_a_result_is_waited_for_no_longer_than_asked(fleet: Fleet, client:
     job = await client.submit("hi")
     with pytest.raises(TimeoutError):
         await client.result(job, timeout_s=0.05)
+
+
+async def test_a_question_that_is_cancelled_at_any_moment_stays_cancelled(fleet: Fleet, client: Client) -> None:
+    """Or a task that ends by cancellation would not end."""
+
+    async def ask() -> None:
+        await client.peek("nobody")
+        await asyncio.Event().wait()
+
+    await client.peek("nobody")
+    for turn in range(300):
+        task = asyncio.create_task(ask())
+        for _ in range(turn % 12):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task], timeout=5.0)
+        assert task.cancelled()

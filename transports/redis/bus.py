@@ -60,7 +60,9 @@ class RedisBus:
             self._redis: Any = Redis.from_url(
                 self._url,
                 decode_responses=True,
-                socket_timeout=TIMEOUT_S,
+                # `_reaching` bounds every call; redis-py's own timeout goes through `asyncio.wait_for`, which before
+                # Python 3.12 loses a cancellation that meets the end of what it waits for: a task would not stop.
+                socket_timeout=None,
                 socket_connect_timeout=TIMEOUT_S,
                 retry=retry,
                 retry_on_error=[RedisConnectionError],
