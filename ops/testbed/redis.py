@@ -21,6 +21,10 @@ class RedisServer:
         )
 
     @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    @property
     def url(self) -> str:
         return f"redis://127.0.0.1:{self.port}/0"
 

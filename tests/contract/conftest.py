@@ -7,14 +7,20 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import apsw
 import pytest
+from bus_model import Forget
+from redis.asyncio import Redis
 
 from arriero.schemas.clock import SystemClock
 from arriero.schemas.names import Names
-from arriero.transports.connect import Endpoints, make_log
+from arriero.transports.bus import TokenBus
+from arriero.transports.connect import Endpoints, make_bus, make_log
+from arriero.transports.embedded.bus import EmbeddedBus
 from arriero.transports.log import JobLog
 
 OpenLog = Callable[[], Awaitable[JobLog]]
+OpenBus = Callable[[], Awaitable[TokenBus]]
 
 
 @pytest.fixture(params=["embedded", pytest.param("kafka", marks=pytest.mark.real)])
@@ -40,3 +46,56 @@ async def open_log(log_endpoints: Endpoints, names: Names) -> AsyncIterator[Open
 @pytest.fixture
 async def job_log(open_log: OpenLog) -> JobLog:
     return await open_log()
+
+
+@pytest.fixture(params=["embedded", pytest.param("redis", marks=pytest.mark.real)])
+def bus_endpoints(request: pytest.FixtureRequest, tmp_path: Path) -> Endpoints:
+    if request.param == "embedded":
+        return Endpoints(data=tmp_path)
+    return Endpoints(kafka="127.0.0.1:1", redis=request.getfixturevalue("redis_url"))
+
+
+@pytest.fixture
+async def open_bus(bus_endpoints: Endpoints, names: Names) -> AsyncIterator[OpenBus]:
+    """Opens connections to one bus."""
+    async with AsyncExitStack() as stack:
+
+        async def open_one() -> TokenBus:
+            return await stack.enter_async_context(make_bus(bus_endpoints, names=names, clock=SystemClock()))
+
+        yield open_one
+
+
+@pytest.fixture
+async def bus(open_bus: OpenBus) -> TokenBus:
+    return await open_bus()
+
+
+@pytest.fixture
+async def forget(bus: TokenBus, bus_endpoints: Endpoints, names: Names) -> AsyncIterator[Forget]:
+    if isinstance(bus, EmbeddedBus):
+
+        async def forget_rows(job_id: str, what: str) -> None:
+            tables = {"stream": ("heads", "tokens"), "tokens": ("tokens",), "all": ("jobs", "heads", "tokens")}[what]
+
+            def delete(connection: apsw.Connection) -> None:
+                for table in tables:
+                    connection.execute(f"DELETE FROM {table} WHERE job = ?", (names.channel(job_id),))
+
+            await bus._db.write(delete)
+
+        yield forget_rows
+        return
+
+    assert bus_endpoints.redis is not None
+    async with Redis.from_url(bus_endpoints.redis) as redis:
+
+        async def forget_keys(job_id: str, what: str) -> None:
+            keys = [names.tokens_key(job_id)]
+            if what != "tokens":
+                keys.append(names.head_key(job_id))
+            if what == "all":
+                keys.append(names.job_key(job_id))
+            await redis.delete(*keys)
+
+        yield forget_keys

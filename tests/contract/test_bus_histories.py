@@ -1,0 +1,151 @@
+"""Random histories of a stream's life, call for call against a model: both adapters must answer and publish the same.
+
+Owners come and go with rising fences and attempts, sometimes a zombie speaks, a second record of the id turns up, the
+projector ends the stream, and the bus forgets. Every answer, view and message is compared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from bus_model import BusModel, Forget, parse, text
+
+from arriero.transports.bus import AppendRequest, FinishRequest, OpenRequest, Position, StateWrite, TokenBus
+
+HISTORIES = 60
+STEPS = 40
+
+
+@dataclass
+class Owner:
+    """One run of the job, as a worker would hold it."""
+
+    root: str
+    attempt: int
+    fence: int
+    epoch: str
+    lineage: str
+    tokens: list[str] = field(default_factory=list)
+
+    def opening(self, mode: str, rng: random.Random) -> OpenRequest:
+        return OpenRequest(
+            job_id="j",
+            root=self.root,
+            attempt=self.attempt,
+            fence=self.fence,
+            epoch=self.epoch,
+            mode=mode,  # type: ignore[arg-type]
+            least=rng.choice([0, 0, len(self.tokens), 3]),
+            lineage=self.lineage,
+            tokens=self.tokens if mode in ("mine", "start") else (),
+            digests=rng.choice(["", "m1"]),
+        )
+
+
+def new_owner(rng: random.Random, number: int) -> Owner:
+    attempt = rng.choice([1, 1, 1, 2])
+    epoch = f"{attempt}.{1_000 + number}"
+    root = rng.choice(["t/0/1"] * 9 + ["t/0/2"])
+    return Owner(root, attempt, 1_000 + number, epoch, f"{epoch}@0")
+
+
+def decode(owner: Owner, rng: random.Random) -> None:
+    for _ in range(rng.randint(1, 4)):
+        piece = rng.choice(["a", "", " é", '"', "|x", "\n", "\\", "\x00", "🦙"])
+        owner.tokens.append(f"{len(owner.tokens)}|{owner.epoch}{piece}")
+
+
+def adopt(owner: Owner, lineage: str, tokens: list[str]) -> None:
+    """Go on where a former owner stopped."""
+    owner.lineage, owner.tokens = lineage, list(tokens)
+    if not lineage.endswith(f"{owner.epoch}@{len(tokens)}") and parse(lineage)[-1][0] != owner.epoch:
+        owner.lineage = text([*parse(lineage), (owner.epoch, len(tokens))])
+
+
+@pytest.mark.parametrize("seed", range(HISTORIES))
+async def test_the_bus_does_what_the_model_does(bus: TokenBus, forget: Forget, seed: int) -> None:
+    rng = random.Random(seed)
+    model = BusModel()
+    living = [new_owner(rng, 0)]
+    positions = [Position()]
+    offset = 0
+    async with bus.follow("j") as subscription:
+        for step in range(STEPS):
+            owner = rng.choice(living[-2:])
+            act = rng.random()
+            if act < 0.15:
+                living.append(new_owner(rng, len(living)))
+            elif act < 0.40:
+                request = owner.opening(rng.choice(["start", "take", "mine", "mine", "restart"]), rng)
+                (answer,) = await bus.open([request])
+                assert answer == model.open(request), (seed, step, request)
+                if answer.code == "have" and request.mode in ("start", "take"):
+                    adopt(owner, answer.lineage, answer.tokens)
+                elif answer.code == "have" and request.mode == "restart":
+                    owner.lineage, owner.tokens = answer.lineage, []
+            elif act < 0.70:
+                sent = rng.randint(max(0, len(owner.tokens) - 3), len(owner.tokens))
+                decode(owner, rng)
+                seal = f"{len(owner.tokens)}|stop" if rng.random() < 0.1 else ""
+                append = AppendRequest(
+                    job_id="j",
+                    root=owner.root,
+                    attempt=owner.attempt,
+                    fence=owner.fence,
+                    epoch=owner.epoch,
+                    first=sent,
+                    tokens=owner.tokens[sent:],
+                    seal=seal,
+                )
+                (appended,) = await bus.append([append])
+                assert appended == model.append(append), (seed, step, append)
+            elif act < 0.88:
+                position = rng.choice(positions)
+                view = await bus.read("j", position)
+                assert view == model.read(position), (seed, step, position)
+                if view.status in ("open", "fin") and (count := view.start + len(view.tokens)):
+                    shown = rng.randint(1, count)
+                    epoch = [epoch for epoch, start in parse(view.lineage) if start < shown][-1]
+                    positions.append(Position(view.root, epoch, shown))
+            elif act < 0.91:
+                await bus.cancel("j")
+                model.cancel()
+            elif act < 0.94:
+                offset += rng.choice([0, 1])
+                write = StateWrite(job_id="j", offset=offset, state=b"s%d" % offset, crashes=rng.choice([0, 2]))
+                await bus.put_states([write])
+                model.put_state(write)
+                assert await bus.states(["j"]) == [model.job.state]
+            elif act < 0.96:
+                what = rng.choice(["stream", "tokens", "all"])
+                await forget("j", what)
+                if what in ("stream", "all"):
+                    model.head = None
+                model.tokens = []
+                if what == "all":
+                    model.job = BusModel().job
+            elif act < 0.98:
+                count = len(owner.tokens)
+                finish = FinishRequest(
+                    job_id="j", root=owner.root, lineage=owner.lineage, count=count, end='{"status":"x"}', base=count
+                )
+                (finished,) = await bus.finish([finish])
+                assert finished == model.finish(finish), (seed, step, finish)
+                if finished.code == "need":
+                    base = finished.base
+                    finish = FinishRequest(
+                        job_id="j",
+                        root=owner.root,
+                        lineage=owner.lineage,
+                        count=count,
+                        end='{"status":"x"}',
+                        base=base,
+                        tokens=owner.tokens[base:],
+                    )
+                    assert [model.finish(finish)] == await bus.finish([finish]), (seed, step, finish)
+        async with asyncio.timeout(20):
+            published = [await subscription.message() for _ in model.messages]
+    assert published == model.messages, seed
