@@ -37,10 +37,11 @@ test-real: dev ## Run the tests, and fail where Kafka or Redis are missing
 	@$(BIN)/arriero models fetch > /dev/null
 	ARRIERO_DEMAND_REAL=1 $(BIN)/python -m pytest -n $(WORKERS)
 
-lint: dev ## Style, types, contract
+lint: dev ## Style, types, compose file
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(PACKAGES)
+	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec compose.yaml
 
 contract: dev ## Write the JSON contract anew
 	$(BIN)/python -m arriero.schemas.contract
