@@ -18,7 +18,6 @@ from arriero.schemas.errors import BusUnavailable, SetupError
 from arriero.schemas.names import Names
 from arriero.schemas.token import Frame, Look
 from arriero.transports.bus import Appended, AppendRequest, OpenRequest, Position, StateWrite, TokenBus
-from arriero.transports.connect import Endpoints
 from arriero.transports.redis.bus import RedisBus
 
 OpenBus = Callable[[], Awaitable[TokenBus]]
@@ -225,17 +224,16 @@ async def redis_bus(server: RedisServer, names: Names) -> RedisBus:
 
 
 @pytest.mark.real
-async def test_no_key_lives_for_ever_but_the_positions(bus_endpoints: Endpoints, bus: TokenBus, names: Names) -> None:
-    if bus_endpoints.redis is None:
-        pytest.skip("a matter of Redis")
-    await bus.open([opening()])
-    await bus.append([appending(0, "1|a")])
-    await bus.put_states([StateWrite(job_id="j", offset=0, state=b"s")])
-    await bus.note_queued([("k", b"s")])
-    await bus.cancel("l")
-    await bus.announce("p", "a", b"1", 5.0)
-    await bus.put_positions(b"x", first=True)
-    async with Redis.from_url(bus_endpoints.redis, decode_responses=True) as redis:
+async def test_no_key_lives_for_ever_but_the_positions(redis_url: str, names: Names) -> None:
+    async with RedisBus(redis_url, names=names, clock=SystemClock()) as bus:
+        await bus.open([opening()])
+        await bus.append([appending(0, "1|a")])
+        await bus.put_states([StateWrite(job_id="j", offset=0, state=b"s")])
+        await bus.note_queued([("k", b"s")])
+        await bus.cancel("l")
+        await bus.announce("p", "a", b"1", 5.0)
+        await bus.put_positions(b"x", first=True)
+    async with Redis.from_url(redis_url, decode_responses=True) as redis:
         immortal = [key async for key in redis.scan_iter(f"{names.namespace}:*") if await redis.ttl(key) < 0]
     assert immortal == [names.positions_key]
 
