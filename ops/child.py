@@ -1,8 +1,10 @@
-"""A supervised child: `python -m arriero.ops.child ROLE SETTINGS`, the settings as JSON."""
+"""A supervised child: `python -m arriero.ops.child ROLE`, the settings as JSON in ARRIERO_CHILD_SETTINGS."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import sys
 from collections.abc import Awaitable, Callable
 from typing import Final
@@ -13,7 +15,7 @@ from arriero.ops import wiring
 from arriero.ops.logging import configure
 from arriero.ops.settings import Settings, from_json, to_json
 from arriero.ops.signals import StopRequest, stop_signals
-from arriero.ops.supervisor import ChildSpec, Report, die_with_parent
+from arriero.ops.supervisor import KILL_AFTER_S, ChildSpec, Report
 from arriero.schemas.errors import ArrieroError
 
 Role = Callable[[Settings, wiring.Ready, StopRequest], Awaitable[None]]
@@ -22,6 +24,7 @@ ROLES: Final[dict[str, Role]] = {
     "projector": wiring.run_projector,
     "gateway": wiring.run_gateway,
 }
+SETTINGS_VARIABLE: Final = "ARRIERO_CHILD_SETTINGS"
 
 log = structlog.get_logger(__name__)
 
@@ -30,33 +33,61 @@ def spec(role: str, settings: Settings, *, log_folder: bool) -> ChildSpec:
     """How to start a role as a child."""
     return ChildSpec(
         role=role,
-        arguments=("-m", "arriero.ops.child", role, to_json(settings)),
+        arguments=("-m", "arriero.ops.child", role),
+        environment={SETTINGS_VARIABLE: to_json(settings)},
         log_file=settings.data / "logs" / f"{role}.log" if log_folder else None,
         grace_s=settings.grace_s if role == "worker" else 0.0,
     )
 
 
 def main(arguments: list[str]) -> int:
-    role, text = arguments
-    settings = from_json(text)
+    (role,) = arguments
+    settings = from_json(os.environ.pop(SETTINGS_VARIABLE))
     configure(as_json=settings.log_json, debug=settings.debug)
-    report = Report()
-    if report.supervised:
-        die_with_parent()
+    life = _Life(role, settings)
     try:
-        asyncio.run(_run(role, settings, report))
+        asyncio.run(life.run())
     except ArrieroError as error:
         log.error("stopped", role=role, code=error.code, error=error.message, exc_info=settings.debug)
-        if not error.retriable:
-            report.fatal(error.message)
+        # What goes wrong in a child that has worked is not a matter of its settings: the next one may work again.
+        life.report.error(error.message, fatal=not (error.retriable or life.ready))
+        return 1
+    except Exception:
+        log.error("died", role=role, exc_info=True)
         return 1
     return 0
 
 
-async def _run(role: str, settings: Settings, report: Report) -> None:
-    with stop_signals() as request:
-        await ROLES[role](settings, report.ready, request)
-    log.info("stopped", role=role)
+class _Life:
+    def __init__(self, role: str, settings: Settings) -> None:
+        self.report = Report()
+        self.ready = False
+        self._role = role
+        self._settings = settings
+        self._request = StopRequest()
+
+    async def run(self) -> None:
+        self.report.watch(self._orphaned)
+        with contextlib.ExitStack() as stack:
+
+            def say_ready(**info: object) -> None:
+                # Until now it held nothing that needs an end, and SIGTERM killed it: loading cannot be interrupted.
+                stack.enter_context(stop_signals(self._request))
+                self.ready = True
+                self.report.ready(**info)
+                log.info("ready", role=self._role, pid=os.getpid(), **info)
+
+            log.info("starting", role=self._role, pid=os.getpid())
+            await ROLES[self._role](self._settings, say_ready, self._request)
+        log.info("stopped", role=self._role)
+
+    def _orphaned(self) -> None:
+        """The supervisor is gone: end as if it had asked for it, and surely."""
+        log.warning("supervisor_lost", role=self._role)
+        if not self.ready:
+            os._exit(1)
+        self._request.note()
+        asyncio.get_running_loop().call_later(self._settings.grace_s + KILL_AFTER_S, os._exit, 1)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ them as JSON. Nothing else reads the environment.
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from typing import Final, Literal
 
@@ -82,10 +83,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def address(self) -> str:
-        """The flags with which another terminal reaches the same stack."""
-        if self.kafka is not None:
-            return f"--kafka {self.kafka} --redis {self.redis}"
-        return "" if self.data == data_folder() else f"--data {self.data}"
+        """The flags with which another terminal reaches the same stack and pool, for a shell."""
+        flags: list[str] = []
+        if self.kafka is not None and self.redis is not None:
+            flags += ["--kafka", self.kafka, "--redis", self.redis]
+        elif self.data != data_folder():
+            flags += ["--data", str(self.data)]
+        if self.namespace != NAMESPACE_DEFAULT:
+            flags += ["--namespace", self.namespace]
+        if self.pool != POOL_DEFAULT:
+            flags += ["--pool", self.pool]
+        return shlex.join(flags)
 
     def topics(self, partitions: int, event_partitions: int) -> list[TopicSpec]:
         """All that the fleet needs, in the order of a job's way."""
@@ -102,8 +110,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         _ = self.endpoints
         if self.partitions is not None and not 1 <= self.partitions <= 1_000:
             raise SetupError("--partitions must be between 1 and 1000", code="bad_setting")
-        if self.data.exists() and not self.data.is_dir():
-            raise SetupError(f"the data folder {self.data} is a file; give another with --data", code="bad_setting")
+        if self.kafka is None:
+            try:
+                wrong = self.data.exists() and not self.data.is_dir()
+            except OSError:  # a component of it cannot be looked into
+                wrong = True
+            if wrong:
+                raise SetupError(f"the data folder {self.data} is no folder; give another with --data")
 
 
 def data_folder() -> Path:

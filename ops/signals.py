@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a request to stop. Handlers are restored on leaving."""
+"""Ctrl-C, SIGTERM and a closed terminal as a request to stop. Handlers are restored on leaving."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ class StopRequest:
 
 
 @contextlib.contextmanager
-def stop_signals() -> Iterator[StopRequest]:
-    """Turn SIGINT and SIGTERM into a StopRequest of the running loop."""
+def stop_signals(request: StopRequest | None = None) -> Iterator[StopRequest]:
+    """Turn SIGINT, SIGTERM and SIGHUP into a StopRequest of the running loop. Under nohup SIGHUP stays ignored."""
     loop = asyncio.get_running_loop()
-    request = StopRequest()
-    signals = (signal.SIGINT, signal.SIGTERM)
+    request = request or StopRequest()
+    signals = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signals.append(signal.SIGHUP)
     for number in signals:
         loop.add_signal_handler(number, request.note)
     try:

@@ -7,11 +7,11 @@ import asyncio
 import contextlib
 import fcntl
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Any, Final
 
-from arriero.ops import child
+from arriero.ops import child, wiring
 from arriero.ops.settings import Settings, writable
 from arriero.ops.signals import StopRequest, stop_signals
 from arriero.ops.supervisor import Child, Supervisor
@@ -26,7 +26,13 @@ UP_ROLES: Final = ("projector", "worker", "gateway")
 def only_one(folder: Path) -> Iterator[None]:
     """Hold the folder for one `up`. Raises SetupError when another runs there."""
     path = writable(folder) / "up.lock"
-    with path.open("a+") as lock:
+    try:
+        lock = path.open("a+")
+    except OSError as error:
+        raise SetupError(
+            f"the data folder {folder} cannot be used: {path.name}: {error.strerror}", code="data_folder_unwritable"
+        ) from error
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -56,13 +62,16 @@ async def run_roles(
 ) -> None:
     """Run these roles supervised until Ctrl-C or SIGTERM. `beside` may start a task that lives as long.
 
-    Raises SetupError with a child's own sentence when no restart can help it.
+    Raises LogUnavailable, BusUnavailable, TopicFault when log or bus are not there at the start (later their absence is
+    waited out), SetupError with a child's own sentence when no restart can help it.
     """
     if log_folder:
         writable(settings.data / "logs")
     specs = [child.spec(role, settings, log_folder=log_folder) for role in roles]
     supervisor = Supervisor(specs, clock=SystemClock(), rng=system_random(), changed=changed)
     with stop_signals() as request:
+        if not await _finished(wiring.prepare(settings), request):
+            return
         task = beside(supervisor, request)
         try:
             await supervisor.run(request)
@@ -70,3 +79,19 @@ async def run_roles(
             if task is not None:
                 task.cancel()
                 await asyncio.wait([task])
+
+
+async def _finished(work: Coroutine[Any, Any, None], request: StopRequest) -> bool:
+    """Do this unless a stop is requested before it is done. Raises what it raises."""
+    doing = asyncio.create_task(work, name="prepare")
+    asked = asyncio.create_task(request.asked.wait(), name="stop request")
+    try:
+        await asyncio.wait([doing, asked], return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done():
+            return False
+        doing.result()
+        return True
+    finally:
+        for task in (doing, asked):
+            task.cancel()
+        await asyncio.wait([doing, asked])

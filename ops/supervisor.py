@@ -1,21 +1,21 @@
 """Supervised child processes: one that dies is restarted, with backoff.
 
-A child reports on a pipe, one JSON line each: `{"ready": {...}}` once it works, `{"fatal": "sentence"}` when no
-restart can help (a broken model file, a folder that cannot be written). It ends when it gets SIGTERM, at once on a
-second one, and dies with its supervisor.
+A child reports on a pipe, one JSON line each: `{"ready": {...}}` once it works, `{"error": "sentence", "fatal": BOOL}`
+as its last words; fatal is what no restart can mend (a broken model file, a port in use). It ends when it gets SIGTERM,
+at once on a second one, and when the pipe's other end closes: its supervisor is gone then, however it died.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
+import io
 import json
 import os
 import random
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -32,6 +32,8 @@ HEALTHY_S: Final = 60.0
 """A child that has worked so long starts again at the first backoff when it dies."""
 KILL_AFTER_S: Final = 10.0
 """Beyond its grace period; then a stopping child is killed."""
+ABORT_S: Final = 2.5
+"""How long a child may take to stop at once. Then it is killed."""
 STATUS_FD_VARIABLE: Final = "ARRIERO_STATUS_FD"
 
 log = structlog.get_logger(__name__)
@@ -41,6 +43,8 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     arguments: Sequence[str]
     """Behind the Python interpreter."""
+    environment: Mapping[str, str] = {}
+    """Added to the supervisor's own. Unlike arguments it is hidden from other users, so passwords may be in it."""
     log_file: Path | None = None
     """None: the supervisor's own standard error."""
     grace_s: float = 0.0
@@ -57,6 +61,8 @@ class Child:
         self.info: dict[str, Any] = {}
         """What the child said when it became ready."""
         self.became_ready = asyncio.Event()
+        self.why = ""
+        """How its last life ended, while it is restarting: its own last words where it had any."""
 
 
 class Supervisor:
@@ -94,38 +100,42 @@ class Supervisor:
         failures = 0
         while not self._stopping:
             began = self._clock.monotonic()
-            code, fatal = await self._run_once(child)
+            code, words = await self._run_once(child)
             if self._stopping:
                 break
-            if fatal is not None:
-                raise SetupError(fatal, code="child_failed")
+            if words is not None and words.fatal:
+                raise SetupError(words.error, code="child_failed")
             failures = 0 if self._clock.monotonic() - began >= HEALTHY_S else failures + 1
             delay_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** max(0, failures - 1)) * self._rng.uniform(0.8, 1.2)
             child.restarts += 1
+            child.why = words.error if words is not None else _ending(code)
+            log.warning("child_died", role=child.spec.role, status=code, why=child.why, restart_in_s=round(delay_s, 2))
             self._set(child, "restarting")
-            log.warning("child_died", role=child.spec.role, **_exit(code), restart_in_s=round(delay_s, 2))
             await asyncio.sleep(delay_s)
-        self._set(child, "stopped")
 
-    async def _run_once(self, child: Child) -> tuple[int, str | None]:
-        """One life of the child: its exit status, and its last words when they were fatal."""
+    async def _run_once(self, child: Child) -> tuple[int, _Words | None]:
+        """One life of the child: its exit status (negative: a signal's number), and its last words."""
         self._set(child, "starting")
         reading, writing = os.pipe()
-        try:
-            process = await self._spawn(child.spec, writing)
-        finally:
-            os.close(writing)
-        child.pid = process.pid
-        self._processes[child.spec.role] = process
-        try:
-            fatal = await self._listen(child, reading)
-            return await process.wait(), fatal
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-            self._processes.pop(child.spec.role, None)
-            child.pid = None
+        with os.fdopen(reading, "rb", 0) as pipe:
+            try:
+                process = await self._spawn(child.spec, writing)
+            except OSError as error:
+                raise SetupError(f"the {child.spec.role} cannot be started: {error}", code="child_failed") from error
+            finally:
+                os.close(writing)
+            child.pid = process.pid
+            self._processes[child.spec.role] = process
+            try:
+                words = await self._listen(child, pipe)
+                return await process.wait(), words
+            finally:
+                if process.returncode is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        process.kill()
+                    await process.wait()
+                self._processes.pop(child.spec.role, None)
+                child.pid = None
 
     async def _spawn(self, spec: ChildSpec, status_fd: int) -> asyncio.subprocess.Process:
         output = contextlib.nullcontext(None) if spec.log_file is None else spec.log_file.open("ab")
@@ -137,32 +147,34 @@ class Supervisor:
                 stdout=stream if stream is not None else sys.stderr,
                 stderr=stream,
                 pass_fds=[status_fd],
-                env={**os.environ, STATUS_FD_VARIABLE: str(status_fd)},
+                env={**os.environ, **spec.environment, STATUS_FD_VARIABLE: str(status_fd)},
                 # A session of its own: Ctrl-C in the terminal reaches the supervisor alone, which then stops all
                 # in order.
                 start_new_session=True,
             )
 
-    async def _listen(self, child: Child, fd: int) -> str | None:
+    async def _listen(self, child: Child, pipe: io.FileIO) -> _Words | None:
         """Read what the child reports until it has ended."""
         reader = asyncio.StreamReader()
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(fd, "rb", 0)
+            lambda: asyncio.StreamReaderProtocol(reader), pipe
         )
-        fatal: str | None = None
+        words: _Words | None = None
         try:
             async for line in reader:
-                with contextlib.suppress(ValueError):
+                with contextlib.suppress(ValueError, msgspec.MsgspecError):
                     report = json.loads(line)
-                    fatal = report.get("fatal", fatal)
+                    if "error" in report:
+                        words = msgspec.convert(report, _Words)
                     if "ready" in report:
                         child.info = report["ready"]
+                        child.why = ""
                         child.became_ready.set()
                         if child.state == "starting":
                             self._set(child, "ready")
         finally:
             transport.close()
-        return fatal
+        return words
 
     async def _stop(self, request: StopRequest, keepers: Sequence[asyncio.Task[None]]) -> None:
         """One child after the other, so that what the earlier ones leave is still served by the later ones."""
@@ -174,24 +186,21 @@ class Supervisor:
             else:
                 self._set(child, "stopping")
                 await self._end(process, keeper, request, child.spec.grace_s + KILL_AFTER_S)
-            with contextlib.suppress(asyncio.CancelledError, SetupError):
-                await keeper
+            await asyncio.gather(keeper, return_exceptions=True)
+            self._set(child, "stopped")
 
     async def _end(
         self, process: asyncio.subprocess.Process, keeper: asyncio.Task[None], request: StopRequest, patience_s: float
     ) -> None:
         pressed = asyncio.create_task(request.pressed.wait(), name="second stop request")
         try:
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()
+            _signal(process, signal.SIGTERM)
             await asyncio.wait([keeper, pressed], timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
             if not keeper.done():
-                with contextlib.suppress(ProcessLookupError):
-                    process.terminate()  # its second: what it runs is abandoned, claims are let go
-                await asyncio.wait([keeper], timeout=KILL_AFTER_S / 4)
+                _signal(process, signal.SIGTERM)  # its second: what it runs is abandoned, claims are let go
+                await asyncio.wait([keeper], timeout=ABORT_S)
             if not keeper.done():
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
+                _signal(process, signal.SIGKILL)
         finally:
             pressed.cancel()
 
@@ -200,10 +209,22 @@ class Supervisor:
         self._changed(child)
 
 
-def _exit(code: int) -> dict[str, object]:
+class _Words(msgspec.Struct, frozen=True):
+    """A child's last words."""
+
+    error: str
+    fatal: bool
+
+
+def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(number)
+
+
+def _ending(code: int) -> str:
     if code < 0:
-        return {"signal": signal.Signals(-code).name}
-    return {"exit_status": code}
+        return f"killed by {signal.Signals(-code).name}"
+    return f"ended with status {code}"
 
 
 # --- the child's end ---------------------------------------------------------------------------------------
@@ -218,29 +239,27 @@ class Report:
         if self._fd is not None:
             os.set_inheritable(self._fd, False)
 
-    @property
-    def supervised(self) -> bool:
-        return self._fd is not None
+    def watch(self, lost: Callable[[], None]) -> None:
+        """Call `lost` once when the supervisor is gone, also when that was before this call."""
+        if self._fd is None:
+            return
+        fd, loop = self._fd, asyncio.get_running_loop()
+
+        def hung_up() -> None:
+            # Nobody writes to the end that we hold for writing: it becomes readable only by an error, when the last
+            # reader is gone.
+            loop.remove_reader(fd)
+            lost()
+
+        loop.add_reader(fd, hung_up)
 
     def ready(self, **info: object) -> None:
         self._say({"ready": info})
 
-    def fatal(self, sentence: str) -> None:
-        self._say({"fatal": sentence})
+    def error(self, sentence: str, *, fatal: bool) -> None:
+        self._say({"error": sentence, "fatal": fatal})
 
     def _say(self, report: dict[str, object]) -> None:
         if self._fd is not None:
             with contextlib.suppress(BrokenPipeError):
                 os.write(self._fd, json.dumps(report).encode() + b"\n")
-
-
-def die_with_parent() -> None:
-    """Ask the kernel to send SIGTERM to this process when its parent dies. Linux; elsewhere it does nothing.
-
-    Raises SystemExit when the parent has died already.
-    """
-    parent = os.getppid()
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        raise SystemExit(1)

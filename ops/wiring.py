@@ -7,7 +7,7 @@ Each role is a coroutine that says when it is ready and returns when a stop is r
 from __future__ import annotations
 
 import asyncio
-import importlib
+import importlib.util
 import os
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from arriero.workers.engine.runner import EngineRunner
     from arriero.workers.engine.seam import Backend, StepReport
+    from arriero.workers.worker import Worker
 
 log = structlog.get_logger(__name__)
 
@@ -37,10 +38,13 @@ Ready = Callable[..., None]
 """Called once with what the role has to say of itself."""
 
 
-def need(extra: str, module: str) -> Any:
-    """Import a module of an optional extra. Raises SetupError(missing_extra)."""
+def need(extra: str, module: str, *, load: bool = True) -> Any:
+    """Import a module of an optional extra, or only see that it is there. Raises SetupError(missing_extra)."""
     try:
-        return importlib.import_module(module)
+        if load:
+            return importlib.import_module(module)
+        if importlib.util.find_spec(module) is None:
+            raise ModuleNotFoundError(f"no module {module}", name=module)
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("arriero"):
             raise
@@ -91,6 +95,16 @@ async def ensure_topics(job_log: JobLog, settings: Settings) -> None:
     await job_log.ensure(settings.topics(jobs, events))
 
 
+async def prepare(settings: Settings) -> None:
+    """See that log and bus answer, and make the topics that are missing.
+
+    Raises LogUnavailable, BusUnavailable, TopicFault, SetupError.
+    """
+    async with open_log(settings, "setup") as job_log, open_bus(settings) as bus:
+        await bus.check()
+        await ensure_topics(job_log, settings)
+
+
 # --- roles -------------------------------------------------------------------------------------------------
 
 
@@ -119,24 +133,26 @@ async def run_worker(settings: Settings, ready: Ready, request: StopRequest) -> 
         async with worker:
             info = worker.info
             ready(model=name, slots=info.slots, device=info.device)
-            async with asyncio.TaskGroup() as tasks:
-                running = tasks.create_task(worker.run(), name="worker")
-                stopping = tasks.create_task(_drain_when_asked(worker, settings.grace_s, request), name="drain")
-                await asyncio.wait([running, stopping], return_when=asyncio.FIRST_COMPLETED)
-                if running.done():
-                    stopping.cancel()
+            stopping = asyncio.create_task(_drain_when_asked(worker, settings.grace_s, request), name="drain")
+            try:
+                await worker.run()
+            finally:
+                stopping.cancel()
+                await asyncio.wait([stopping])
 
 
-async def _drain_when_asked(worker: Any, grace_s: float, request: StopRequest) -> None:
+async def _drain_when_asked(worker: Worker, grace_s: float, request: StopRequest) -> None:
     await request.asked.wait()
-    async with asyncio.TaskGroup() as tasks:
-        drain = tasks.create_task(worker.drain(grace_s), name="drain")
-        pressed = tasks.create_task(request.pressed.wait(), name="second stop request")
+    drain = asyncio.create_task(worker.drain(grace_s), name="drain by grace")
+    pressed = asyncio.create_task(request.pressed.wait(), name="second stop request")
+    try:
         await asyncio.wait([drain, pressed], return_when=asyncio.FIRST_COMPLETED)
-        if drain.done():
-            pressed.cancel()
-        else:
+        if not drain.done():
             await worker.drain(0.0)
+    finally:
+        for task in (drain, pressed):
+            task.cancel()
+        await asyncio.wait([drain, pressed])
 
 
 async def run_projector(settings: Settings, ready: Ready, request: StopRequest) -> None:
@@ -165,8 +181,8 @@ async def run_gateway(settings: Settings, ready: Ready, request: StopRequest) ->
     async with open_log(settings, "gateway") as job_log, open_bus(settings) as bus:
         await ensure_topics(job_log, settings)
         client = Client(namespace=settings.namespace, pool=settings.pool, log=job_log, bus=bus)
-        async with client, gateway.serve(gateway.make_app(client), settings.host, settings.port):
-            ready(url=f"http://{settings.host}:{settings.port}")
+        async with client, gateway.serve(gateway.make_app(client), settings.host, settings.port) as port:
+            ready(url=f"http://{settings.host}:{port}")
             await request.asked.wait()
 
 

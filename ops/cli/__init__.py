@@ -13,12 +13,14 @@
 from __future__ import annotations
 
 import importlib
+import io
+import os
 import sys
 from typing import Final
 
 import click
 
-from arriero.schemas.errors import ArrieroError, SetupError
+from arriero.schemas.errors import ArrieroError, ModelError, SetupError
 
 COMMANDS: Final = {
     "up": ("serve", "Start worker, projector and gateway on this machine."),
@@ -74,6 +76,9 @@ def cli() -> None:
 
 def main() -> None:
     """What goes wrong is one sentence and an exit status: 2 for settings that must change, 1 for the rest."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character gets another one
     try:
         cli.main(standalone_mode=False)
     except click.exceptions.Exit as error:
@@ -88,7 +93,8 @@ def main() -> None:
         if "--debug" in sys.argv:
             raise
         click.echo(f"arriero: {error.message}", err=True)
-        sys.exit(2 if isinstance(error, SetupError) else 1)
+        sys.exit(2 if isinstance(error, SetupError | ModelError) else 1)
     except BrokenPipeError:
-        sys.stderr.close()
+        # Who read our output has gone, as in `arriero stream ID | head`; what is still buffered has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(1)

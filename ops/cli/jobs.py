@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import sys
 from collections.abc import Coroutine
 from contextlib import aclosing
@@ -280,8 +281,8 @@ async def _show(client: Client, settings: Settings, job_id: str, start: Position
                 address = f"{settings.address} " if settings.address else ""
                 click.echo(
                     f"\ndetached at token {at}; the job goes on\n"
-                    f"    arriero stream {address}--from {at} {job_id}     to see the rest\n"
-                    f"    arriero cancel {address}{job_id}     to end it",
+                    f"    arriero stream {address}--from {at} {shlex.quote(job_id)}     to see the rest\n"
+                    f"    arriero cancel {address}{shlex.quote(job_id)}     to end it",
                     err=True,
                 )
                 return 130

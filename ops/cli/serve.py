@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Any
+from typing import Any, Final
 
 import click
 import msgspec
@@ -15,9 +15,9 @@ from rich.text import Text
 from arriero.ops import stack
 from arriero.ops.cli import options
 from arriero.ops.logging import configure
-from arriero.ops.settings import Settings
+from arriero.ops.settings import Settings, writable
 from arriero.ops.signals import StopRequest
-from arriero.ops.supervisor import Supervisor
+from arriero.ops.supervisor import Child, Supervisor
 from arriero.ops.wiring import need
 
 STATUS_EVERY_S = 1.0
@@ -42,9 +42,12 @@ def up(**flags: Any) -> None:
         arriero up --kafka host:9092 --redis redis://host:6379
     """
     settings = options.make_settings(flags)
-    _check_parts(settings)
+    for parts in _PARTS.values():
+        need(*parts)
     with stack.only_one(settings.data):
-        _fetch_model(settings)
+        _find_model(settings)
+        logs = writable(settings.data / "logs")
+        configure(as_json=settings.log_json is not False, debug=settings.debug, file=logs / "supervisor.log")
         asyncio.run(_up(msgspec.structs.replace(settings, log_json=settings.log_json is not False)))
 
 
@@ -92,21 +95,26 @@ def gateway(**flags: Any) -> None:
 def _run_one(role: str, flags: dict[str, Any]) -> None:
     settings = options.make_settings(flags)
     configure(as_json=settings.log_json, debug=settings.debug)
-    asyncio.run(stack.run_roles(settings, [role], log_folder=False))
+    need(*_PARTS[role])
+    if role == "worker":
+        _find_model(settings)
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    asyncio.run(stack.run_roles(settings, [role], log_folder=False, changed=_Teller(console).restarts))
 
 
-def _check_parts(settings: Settings) -> None:
-    """What would make a child fail at once is said before anything starts."""
-    need("gateway", "aiohttp")
-    need("worker", "prometheus_client")
-    if settings.engine.engine == "llama":
-        need("worker", "llama_cpp")
+_PARTS: Final = {
+    "worker": ("worker", "prometheus_client"),
+    "projector": ("worker", "prometheus_client"),
+    "gateway": ("gateway", "aiohttp"),
+}
 
 
-def _fetch_model(settings: Settings) -> None:
-    """Fetch the model here, where its progress can be seen; raises ModelError for a file that cannot be used."""
+def _find_model(settings: Settings) -> None:
+    """Find or fetch the model here, where it can be seen. Raises ModelError for a file that cannot be used."""
     if settings.engine.engine == "echo":
         return
+    for module in ("numpy", "jinja2", "llama_cpp"):
+        need("worker", module, load=False)
     from arriero.ops import models
     from arriero.ops.cli.models import fetch_with_progress
 
@@ -118,52 +126,93 @@ def _fetch_model(settings: Settings) -> None:
 
 
 async def _up(settings: Settings) -> None:
-    console = Console(stderr=True)
-    line = _StatusLine(settings, console)
-    await stack.run_roles(settings, stack.UP_ROLES, log_folder=True, beside=line.start)
-    console.print("stopped; what was not finished stays queued")
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    screen = _Screen(settings, _Teller(console))
+    await stack.run_roles(settings, stack.UP_ROLES, log_folder=True, changed=screen.changed, beside=screen.start)
+    screen.tell("stopped; what was not finished stays queued")
 
 
-class _StatusLine:
-    """One line at the bottom of the terminal; elsewhere a sentence when something changes."""
+class _Teller:
+    """Prints sentences. A terminal that has been closed is not a reason to stop."""
 
-    def __init__(self, settings: Settings, console: Console) -> None:
+    def __init__(self, console: Console) -> None:
+        self.console = console
+
+    def __call__(self, sentence: str, style: str | None = None) -> None:
+        with contextlib.suppress(OSError):
+            self.console.print(sentence, style=style, markup=False)
+
+    def restarts(self, child: Child) -> None:
+        if child.state == "restarting":
+            self(f"the {child.spec.role} is started again: {child.why}")
+
+
+class _Screen:
+    """What `up` shows: what happens, and on a terminal a line at the bottom that says how things are."""
+
+    def __init__(self, settings: Settings, tell: _Teller) -> None:
         self._settings = settings
-        self._console = console
+        self.tell = tell
+        self._restarted: set[str] = set()
+
+    def changed(self, child: Child) -> None:
+        role = child.spec.role
+        if child.state == "restarting":
+            self._restarted.add(role)
+            self.tell(f"the {role} is started again: {child.why} (see {self._settings.data / 'logs' / role}.log)")
+        elif child.state == "ready" and role in self._restarted:
+            self._restarted.discard(role)
+            self.tell(f"the {role} works again")
 
     def start(self, supervisor: Supervisor, request: StopRequest) -> asyncio.Task[None]:
-        return asyncio.create_task(self._run(supervisor, request), name="status line")
+        return asyncio.create_task(self._run(supervisor, request), name="screen")
 
     async def _run(self, supervisor: Supervisor, request: StopRequest) -> None:
+        settings = self._settings
+        asked = asyncio.create_task(request.asked.wait(), name="stop asked")
+        status: asyncio.Task[None] | None = None
+        self.tell(f"starting on {settings.data if settings.kafka is None else settings.kafka} ...")
+        starting = asyncio.create_task(_all_ready(supervisor), name="all ready")
+        try:
+            await asyncio.wait([asked, starting], return_when=asyncio.FIRST_COMPLETED)
+            if not asked.done():
+                self._say_ready(supervisor)
+                if self.tell.console.is_terminal:
+                    status = asyncio.create_task(self._show_status(supervisor), name="status line")
+            await asked
+        finally:
+            starting.cancel()
+            asked.cancel()
+            if status is not None:
+                status.cancel()
+                await asyncio.gather(status, return_exceptions=True)
+        self.tell("stopping: running jobs get their grace period; Ctrl-C again stops at once")
+
+    def _say_ready(self, supervisor: Supervisor) -> None:
+        settings = self._settings
+        info = {key: value for child in supervisor.children for key, value in child.info.items()}
+        address = f" {settings.address}" if settings.address else ""
+        self.tell(f"ready: {info['model']} on {info['device']}, {info['slots']} slots; gateway {info['url']}")
+        self.tell(f"logs in {settings.data / 'logs'}; in another terminal:")
+        self.tell(f'    arriero submit{address} "Why do mules follow a mare?"')
+        self.tell("Ctrl-C stops all", style="dim")
+
+    async def _show_status(self, supervisor: Supervisor) -> None:
         from arriero.ops.status import Pulse
 
-        settings = self._settings
-        starting = [asyncio.create_task(child.became_ready.wait()) for child in supervisor.children]
-        self._console.print(f"starting on {settings.data if settings.kafka is None else settings.kafka} ...")
-        try:
-            await asyncio.gather(*starting)
-        finally:
-            for task in starting:
-                task.cancel()
-        info = {key: value for child in supervisor.children for key, value in child.info.items()}
-        self._console.print(f"ready: {info['model']} on {info['device']}, {info['slots']} slots; gateway {info['url']}")
-        self._console.print(f"logs in {settings.data / 'logs'}; in another terminal:")
-        self._console.print(f'    arriero submit {settings.address} "Why do mules follow a mare?"', highlight=False)
-        self._console.print("Ctrl-C stops all", style="dim")
-        live = Live(Text(), console=self._console, refresh_per_second=2, transient=True)
-        terminal = self._console.is_terminal
-        async with Pulse(settings) as pulse:
-            with live if terminal else contextlib.nullcontext():
-                asked = asyncio.create_task(request.asked.wait(), name="stop asked")
+        async with Pulse(self._settings) as pulse:
+            # It is drawn only when it has changed: a thread that draws anyway would cost more than all the rest.
+            with Live(Text(), console=self.tell.console, auto_refresh=False, transient=True) as live:
                 told = ""
-                try:
-                    while not request.asked.is_set():
-                        parts = [f"{child.spec.role} {child.state}" for child in supervisor.children]
-                        if terminal:
-                            live.update(Text(" | ".join([*parts, await pulse.line()])))
-                        elif told != (told := ", ".join(parts)):
-                            self._console.print(told)
-                        await asyncio.wait([asked], timeout=STATUS_EVERY_S)
-                finally:
-                    asked.cancel()
-        self._console.print("stopping: running jobs get their grace period; Ctrl-C again stops at once")
+                while True:
+                    parts = [f"{child.spec.role} {child.state}" for child in supervisor.children]
+                    now = " | ".join([*parts, await pulse.line()])
+                    if now != told:
+                        told = now
+                        live.update(Text(now, no_wrap=True, overflow="ellipsis"), refresh=True)
+                    await asyncio.sleep(STATUS_EVERY_S)
+
+
+async def _all_ready(supervisor: Supervisor) -> None:
+    for child in supervisor.children:
+        await child.became_ready.wait()
