@@ -162,7 +162,7 @@ class Supervisor:
         words: _Words | None = None
         try:
             async for line in reader:
-                with contextlib.suppress(ValueError, msgspec.MsgspecError):
+                with contextlib.suppress(ValueError, TypeError, msgspec.MsgspecError):
                     report = json.loads(line)
                     if "error" in report:
                         words = msgspec.convert(report, _Words)

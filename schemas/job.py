@@ -114,8 +114,11 @@ _decoder = msgspec.json.Decoder(Job)
 
 
 def encode_job(job: Job) -> bytes:
-    """The job record's bytes. Raises BadJob(job_too_large)."""
-    value = _encoder.encode(job)
+    """The job record's bytes. Raises BadJob(job_too_large, invalid_utf8)."""
+    try:
+        value = _encoder.encode(job)
+    except UnicodeEncodeError as error:
+        raise BadJob("the job holds text that is not Unicode (a lone surrogate)", code="invalid_utf8") from error
     check_size(value, job.id)
     return value
 

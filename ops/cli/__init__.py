@@ -94,6 +94,11 @@ def main() -> None:
             raise
         click.echo(f"arriero: {error.message}", err=True)
         sys.exit(2 if isinstance(error, SetupError | ModelError) else 1)
+    except UnicodeEncodeError:
+        if "--debug" in sys.argv:
+            raise
+        click.echo("arriero: an argument is not UTF-8", err=True)
+        sys.exit(2)
     except BrokenPipeError:
         # Who read our output has gone, as in `arriero stream ID | head`; what is still buffered has nowhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -130,6 +130,8 @@ def stream(job_id: str, position: str, **flags: Any) -> None:
 
     async def show() -> int:
         async with wiring.open_client(settings) as client:
+            if await client.peek(job_id) is None:
+                click.echo(f"nothing is known of job {job_id} yet; waiting for it", err=True)
             return await _show(client, settings, job_id, start, as_json=flags["as_json"])
 
     sys.exit(_run(show(), settings))
