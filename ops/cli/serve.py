@@ -205,8 +205,8 @@ class _Screen:
             with Live(Text(), console=self.tell.console, auto_refresh=False, transient=True) as live:
                 told = ""
                 while True:
-                    parts = [f"{child.spec.role} {child.state}" for child in supervisor.children]
-                    now = " | ".join([*parts, await pulse.line()])
+                    absent = [f"{one.spec.role} {one.state}" for one in supervisor.children if one.state != "ready"]
+                    now = " | ".join([*(absent or ["all ready"]), await pulse.line()])
                     if now != told:
                         told = now
                         live.update(Text(now, no_wrap=True, overflow="ellipsis"), refresh=True)
