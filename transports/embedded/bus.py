@@ -20,7 +20,7 @@ from arriero.schemas.clock import Clock, now_ms
 from arriero.schemas.codec import decode_message
 from arriero.schemas.errors import BusUnavailable
 from arriero.schemas.names import Names
-from arriero.schemas.token import Look, Message
+from arriero.schemas.token import Look
 from arriero.transports.bus import (
     Appended,
     AppendRequest,
@@ -34,6 +34,7 @@ from arriero.transports.bus import (
 )
 from arriero.transports.embedded.db import Database
 from arriero.transports.embedded.streams import SCHEMA, Streams
+from arriero.transports.inbox import Inbox
 from arriero.transports.log import KEEP_RESULTS_S
 
 LAYOUT: Final = 1
@@ -41,28 +42,9 @@ BELL: Final = "bus"
 SWEEP_EVERY_S: Final = 20.0
 SWEEP_ROWS: Final = 500
 """Rows of a kind that one sweep deletes: others wait for it."""
-INBOX_MAX: Final = 1_000
-"""Messages a slow reader may leave unread. Beyond it they are dropped for one `look`: it reads the stream anyway."""
 
 T = TypeVar("T")
 log = structlog.get_logger(__name__)
-
-
-class EmbeddedSubscription:
-    """A follower's inbox."""
-
-    def __init__(self) -> None:
-        self._inbox: asyncio.Queue[Message] = asyncio.Queue()
-
-    async def message(self) -> Message:
-        return await self._inbox.get()
-
-    def put(self, message: Message) -> None:
-        if self._inbox.qsize() >= INBOX_MAX:
-            while not self._inbox.empty():
-                self._inbox.get_nowait()
-            message = Look()
-        self._inbox.put_nowait(message)
 
 
 class EmbeddedBus:
@@ -73,7 +55,7 @@ class EmbeddedBus:
         self._clock = clock
         self._retention_ms = int(retention_s * 1000)
         self._db = Database(folder / "bus.db", schema=SCHEMA, version=LAYOUT, durable=False, unavailable=BusUnavailable)
-        self._followers: dict[str, set[EmbeddedSubscription]] = {}
+        self._followers: dict[str, set[Inbox]] = {}
         self._hearing: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> EmbeddedBus:
@@ -107,15 +89,12 @@ class EmbeddedBus:
         return self._read(lambda streams: streams.read(self._job(job_id), position))
 
     @contextlib.asynccontextmanager
-    async def follow(self, job_id: str) -> AsyncIterator[EmbeddedSubscription]:
-        subscription = EmbeddedSubscription()
+    async def follow(self, job_id: str) -> AsyncIterator[Inbox]:
+        subscription = Inbox()
         job = self._job(job_id)
         self._followers.setdefault(job, set()).add(subscription)
         try:
-            if self._hearing is None:
-                heard = asyncio.get_running_loop().create_future()
-                self._hearing = asyncio.create_task(self._hear(heard), name="bus bell")
-                await heard
+            await self._listen()
             yield subscription
         finally:
             followers = self._followers[job]
@@ -203,6 +182,15 @@ class EmbeddedBus:
 
     def _read(self, work: Callable[[Streams], T]) -> T:
         return self._db.read(lambda connection: _snapshot(connection, work, now_ms(self._clock)))
+
+    async def _listen(self) -> None:
+        """Returns once messages are handed out from now on. Raises BusUnavailable."""
+        if self._hearing is None or self._hearing.done():
+            self._heard = asyncio.get_running_loop().create_future()
+            self._hearing = asyncio.create_task(self._hear(self._heard), name="bus bell")
+        await asyncio.wait([self._heard, self._hearing], return_when=asyncio.FIRST_COMPLETED)
+        if not self._heard.done():
+            raise BusUnavailable("nothing can be heard of the token bus") from self._hearing.exception()
 
     async def _hear(self, heard: asyncio.Future[None]) -> None:
         """Hand new messages out to their followers, for as long as the bus is open."""

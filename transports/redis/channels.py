@@ -18,42 +18,27 @@ from redis.exceptions import RedisError
 
 from arriero.schemas.codec import decode_message
 from arriero.schemas.errors import BusUnavailable
-from arriero.schemas.token import Look, Message
+from arriero.schemas.token import Look
+from arriero.transports.inbox import Inbox
 
 PING_EVERY_S: Final = 5.0
 """A connection silent for so long is asked; one that does not answer within the same time again is lost."""
-INBOX_MAX: Final = 1_000
-"""Messages a slow reader may leave unread. Beyond it they are dropped for one `look`: it reads the stream anyway."""
 
 log = structlog.get_logger(__name__)
 
 
-class RedisSubscription:
-    """A follower's inbox."""
+class RedisSubscription(Inbox):
+    """A follower's inbox, and whether the server has confirmed it."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.confirmed = asyncio.get_running_loop().create_future()
-        self._inbox: asyncio.Queue[Message | None] = asyncio.Queue()
 
-    async def message(self) -> Message:
-        message = await self._inbox.get()
-        if message is None:
-            self._inbox.put_nowait(None)
-            raise BusUnavailable("the connection to Redis was lost")
-        return message
-
-    def put(self, message: Message) -> None:
-        if self._inbox.qsize() >= INBOX_MAX:
-            while not self._inbox.empty():
-                self._inbox.get_nowait()
-            message = Look()
-        self._inbox.put_nowait(message)
-
-    def lose(self, error: BusUnavailable) -> None:
+    def fail(self, error: BusUnavailable) -> None:
         if not self.confirmed.done():
             self.confirmed.set_exception(error)
             self.confirmed.exception()  # its follower may have gone
-        self._inbox.put_nowait(None)
+        self.lose()
 
 
 class Channels:
@@ -144,7 +129,7 @@ class Channels:
             followers, self._followers = self._followers, {}
             for subscriptions in followers.values():
                 for subscription in subscriptions:
-                    subscription.lose(BusUnavailable(f"the connection to Redis was lost: {reason}"))
+                    subscription.fail(BusUnavailable(f"the connection to Redis was lost: {reason}"))
             await connection.disconnect()
 
     def _take(self, reply: list[Any]) -> None:
