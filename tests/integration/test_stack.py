@@ -10,6 +10,7 @@ import socket
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from random import SystemRandom
 
@@ -17,6 +18,8 @@ import psutil
 import pytest
 from terminal import Terminal, Typed, left_over, terminal, until
 from tiny_gguf import write_tiny_gguf
+
+from arriero.ops.testbed import Broker, RedisServer, cache_folder, kafka_jars
 
 LONG = "all work and no play " * 40
 
@@ -297,3 +300,39 @@ def test_settings_are_hidden_from_the_process_list(embedded: Terminal) -> None:
     up = embedded.up()
     for pid in up.children().values():
         assert str(embedded.folder) not in " ".join(psutil.Process(pid).cmdline())
+
+
+# --- brokers that go away ----------------------------------------------------------------------------------
+
+
+@pytest.mark.real
+def test_a_running_stack_survives_brokers_that_go_away(tmp_path: Path, kafka_bootstrap: str) -> None:
+    """Its own pair, since others must not lose theirs; `kafka_bootstrap` sees that one can run here."""
+    with ExitStack() as stack:
+        redis = RedisServer(tmp_path)
+        stack.callback(redis.stop)
+        redis.start()
+        broker = Broker(tmp_path / "kafka", kafka_jars(cache_folder()))
+        stack.callback(broker.kill)
+        broker.start()
+        one = stack.enter_context(terminal(tmp_path, "--kafka", broker.bootstrap, "--redis", redis.url))
+        up = one.up("--echo-step", "0.01")
+        children = up.children()
+
+        redis.kill()
+        away = one.run("submit", "hello")
+        assert away.process.returncode == 1
+        assert away.err.startswith("arriero: ")
+        redis.start()
+        until(lambda: one.run("submit", "after redis").out == "after redis\n")
+
+        broker.kill()
+        away = one.run("submit", "hello")
+        assert away.process.returncode == 1
+        assert away.err.startswith("arriero: ")
+        broker.launch()  # `start` would make it a new cluster
+        broker.wait()
+        until(lambda: one.run("submit", "after kafka").out == "after kafka\n")
+
+        assert up.process.poll() is None
+        assert up.children() == children, up.err
