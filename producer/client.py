@@ -20,6 +20,7 @@ import msgspec
 
 from arriero.producer.follow import START, Ended, Item, Tokens, follow
 from arriero.producer.publish import new_id, outgoing
+from arriero.producer.recorded import state_in_log
 from arriero.schemas.clock import Clock, SystemClock, now_ms, system_random
 from arriero.schemas.codec import decode_event, decode_state, decode_worker, encode
 from arriero.schemas.errors import (
@@ -29,16 +30,15 @@ from arriero.schemas.errors import (
     JobNotFound,
     NoLiveWorker,
 )
-from arriero.schemas.event import CancelRequested, Error, Event, Origin, Terminal, Undecodable, Usage
+from arriero.schemas.event import CancelRequested, Error, Event, Origin, Terminal, Usage
 from arriero.schemas.job import BatchRef, Job, Message, PriorityClass, Sampling, body_digest
 from arriero.schemas.names import NAMESPACE_DEFAULT, POOL_DEFAULT, Names
-from arriero.schemas.state import JobState, fold, stream_end
+from arriero.schemas.state import JobState, stream_end
 from arriero.schemas.token import FinishReason, Token
 from arriero.schemas.worker import WorkerInfo
 from arriero.transports.bus import Position, TokenBus
 from arriero.transports.connect import Endpoints, make_bus, make_log
-from arriero.transports.log import JobLog, Outgoing, Placed, Record
-from arriero.transports.partitioner import partition_of
+from arriero.transports.log import JobLog, Outgoing, Placed
 
 SUBMIT_MANY_AT_ONCE: Final = 500
 """Records of one `publish` in `submit_many`: bounds memory, and what a failure leaves in doubt."""
@@ -292,7 +292,9 @@ class Client:
         """
         state = await self.peek(job_id)
         if state is None or (state.record is None and state.offset < 0):
-            state = await self._state_from_log(job_id) or state or await self._state_soon(job_id)
+            state = (
+                await state_in_log(self.log, self.names, self.pool, job_id) or state or await self._state_soon(job_id)
+            )
         if state is None:
             raise JobNotFound(f"job {job_id} is unknown here: never submitted, expired, or under another namespace")
         return state
@@ -348,26 +350,6 @@ class Client:
                 return state
         return None
 
-    async def _state_from_log(self, job_id: str) -> JobState | None:
-        """Fold the job's events from its partition's beginning: for when the bus has forgotten or is away."""
-        events = self.names.events
-        partition = partition_of(job_id.encode(), await self.log.partitions(events))
-        ends = await self.log.ends([events])
-        end = ends[events, partition]
-        # Other partitions are not wanted: they are read from their ends on, where nothing is.
-        start = {place: 0 if place == (events, partition) else offset for place, offset in ends.items()}
-        state: JobState | None = None
-        if end == 0:
-            return None
-        async with aclosing(self.log.tail([events], start)) as batches:
-            async for batch in batches:
-                for record in batch:
-                    if record.partition == partition and record.key == job_id.encode():
-                        state = _fold_record(state, record)
-                    if record.partition == partition and record.offset >= end - 1:
-                        return state
-        return state
-
     async def _fetch_terminal(self, terminal: str) -> Terminal | None:
         partition, _, offset = terminal.partition("/")
         return await self._terminal_at(int(partition), int(offset))
@@ -391,13 +373,6 @@ def check_conflict(submitted: Submitted, state: JobState) -> None:
         raise ConflictingDuplicate(
             f"the id {submitted.id} belongs to a job that asked for something else; that job was left as it is"
         )
-
-
-def _fold_record(state: JobState | None, record: Record) -> JobState | None:
-    if record.value is None:
-        return state
-    event = decode_event(record.value)
-    return state if isinstance(event, Undecodable) else fold(state, event, record.partition, record.offset)
 
 
 async def _each(jobs: Iterable[Job] | AsyncIterable[Job]) -> AsyncIterator[Job]:

@@ -1,8 +1,8 @@
-"""A batch's records in the log, and the search for those that the bus does not know of."""
+"""Looking into the log: for what the bus does not know, or not any more."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import NamedTuple
 
@@ -10,8 +10,13 @@ import msgspec
 import structlog
 
 from arriero.schemas.codec import decode_event
-from arriero.schemas.event import Event, Started, Terminal
+from arriero.schemas.errors import ArrieroError
+from arriero.schemas.event import Event, Origin, Started, Terminal, Undecodable
+from arriero.schemas.job import read_job
+from arriero.schemas.names import Names, parse_job_topic
+from arriero.schemas.state import JobState, fold, queued
 from arriero.transports.log import JobLog, Record
+from arriero.transports.partitioner import partition_of
 
 log = structlog.get_logger(__name__)
 
@@ -41,6 +46,68 @@ def event_of(record: Record, prefix: bytes) -> Event | None:
     except msgspec.MsgspecError:
         log.warning("event_unreadable", partition=record.partition, offset=record.offset)
         return None
+
+
+async def until_now(job_log: JobLog, start: Mapping[tuple[str, int], int]) -> AsyncGenerator[list[Record], None]:
+    """Committed records of these partitions, from these offsets to their present ends."""
+    topics = sorted({topic for topic, _ in start})
+    ends = await job_log.ends(topics)
+    # Of a partition whose last record has expired nothing would ever come.
+    behind = {
+        place for place, at in start.items() if ends[place] > at and await job_log.fetch(*place, [ends[place] - 1])
+    }
+    if not behind:
+        return
+    positions = {place: start.get(place, end) for place, end in ends.items()}
+    async with aclosing(job_log.tail(topics, positions)) as batches:
+        async for batch in batches:
+            yield batch
+            for record in batch:
+                if record.offset >= ends[record.topic, record.partition] - 1:
+                    behind.discard((record.topic, record.partition))
+            if not behind:
+                return
+
+
+async def state_in_log(job_log: JobLog, names: Names, pool: str, job_id: str) -> JobState | None:
+    """A job's state by the log alone: the fold of its events, else its record in the queue."""
+    key, events = job_id.encode(), names.events
+    partition = partition_of(key, await job_log.partitions(events))
+    state: JobState | None = None
+    async with aclosing(until_now(job_log, {(events, partition): 0})) as batches:
+        async for batch in batches:
+            for record in batch:
+                event = event_of(record, key) if record.key == key else None
+                if event is not None and not isinstance(event, Undecodable):
+                    state = fold(state, event, record.partition, record.offset)
+    return state or await _queued_in_log(job_log, names, pool, job_id)
+
+
+async def _queued_in_log(job_log: JobLog, names: Names, pool: str, job_id: str) -> JobState | None:
+    """The state of a job that nobody has read yet: its record lies behind its partition's ledger."""
+    topics = names.job_topics(pool)
+    ledgers = await job_log.ledgers(names.workers_group(pool), topics)
+    places = [(topic, number) for topic in topics for number in range(await job_log.partitions(topic))]
+    start = {place: ledgers[place].offset if place in ledgers else 0 for place in places}
+    async with aclosing(until_now(job_log, start)) as batches:
+        async for batch in batches:
+            for record in batch:
+                if (state := _queued_record(record, job_id)) is not None:
+                    return state
+    return None
+
+
+def _queued_record(record: Record, job_id: str) -> JobState | None:
+    if record.value is None or job_id.encode() not in record.value:
+        return None
+    try:
+        job = read_job(record.value)
+    except ArrieroError:
+        return None
+    if job.id != job_id:
+        return None
+    origin = Origin(record.topic, record.partition, record.offset, record.time_ms)
+    return queued(job, origin, parse_job_topic(record.topic).priority)
 
 
 async def search_log(

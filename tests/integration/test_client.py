@@ -163,3 +163,10 @@ async def test_a_question_that_is_cancelled_at_any_moment_stays_cancelled(fleet:
         task.cancel()
         await asyncio.wait([task], timeout=5.0)
         assert task.cancelled()
+
+
+async def test_a_job_that_nobody_has_read_is_found_in_the_log_without_a_projector(client: Client) -> None:
+    job = await client.submit("hello", affinity="elsewhere", priority="batch")
+    state = await client.status(job.id)
+    assert (state.status, state.priority, state.record) == ("queued", "batch", job.origin)
+    assert await client.history(job.id) == []
