@@ -7,10 +7,12 @@ crash has torn off is cut away when they are opened again.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
 import re
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -209,21 +211,38 @@ class Output:
         try:
             self.sync()
         finally:
-            self._file.close()
+            with contextlib.suppress(OSError):  # what could not be written has been told
+                self._file.close()
+
+    # These raise SetupError(bad_output), when the disk is full say: the next run goes on from what was written.
 
     def append(self, line: dict[str, Any]) -> None:
-        self._file.write(msgspec.json.encode(line) + b"\n")
+        with self._telling():
+            self._file.write(msgspec.json.encode(line) + b"\n")
 
     def flush(self) -> None:
         """What is written survives this process from now on."""
-        self._file.flush()
+        with self._telling():
+            self._file.flush()
 
     def sync(self) -> None:
         """What is written survives the machine from now on. Takes a disk's time: call it in a thread."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with self._telling():
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise SetupError(f"{self.path} cannot be written: {error.strerror}", code="bad_output") from error
 
     def _take(self) -> None:
+        if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+            raise SetupError(
+                f"{self.path} is not a plain file: a batch reads again what it has written", code="bad_output"
+            )
         if self.path.samefile(self._source.path):
             raise SetupError(f"{self.path} is the input; give another output", code="bad_output")
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,24 @@ def test_the_input_is_never_the_output(source_path: Path) -> None:
     with pytest.raises(SetupError):
         take(source_path, source_path, force=True)
     assert source_path.read_bytes() == before
+
+
+@pytest.mark.parametrize("path", ["/dev/null", "/dev/full", "/dev/zero"])
+def test_an_output_that_is_no_plain_file_is_refused(path: str, source_path: Path) -> None:
+    source = open_source(source_path)
+    with pytest.raises(SetupError, match="is not a plain file"), Output(Path(path), source, Done(1), force=False):
+        pass
+
+
+def test_a_full_disk_is_one_sentence(source_path: Path, tmp_path: Path) -> None:
+    def run() -> None:
+        with Output(tmp_path / "out.jsonl", open_source(source_path), Done(1), force=False) as output:
+            with Path("/dev/full").open("ab") as full:
+                os.dup2(full.fileno(), output._file.fileno())
+            output.append({})
+
+    with pytest.raises(SetupError, match="cannot be written: No space left"):
+        run()
 
 
 def test_two_batches_do_not_share_an_output(source_path: Path, tmp_path: Path) -> None:
