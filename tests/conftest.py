@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import socket
 from collections.abc import Iterator
 
@@ -13,6 +14,10 @@ from hypothesis import HealthCheck, settings
 from arriero.ops import testbed
 from arriero.schemas.clock import SystemClock
 from arriero.schemas.names import Names
+
+# Whatever starts the tests (nohup, a shell's background) may ignore these, and children would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # A busy machine must not fail a property by being slow.
 settings.register_profile("arriero", deadline=None, suppress_health_check=[HealthCheck.too_slow])

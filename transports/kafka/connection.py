@@ -26,6 +26,8 @@ CONNECT_S: Final = 8.0
 """Brokers that don't answer for this long are reported as out of reach; they are tried again all that time."""
 REQUEST_S: Final = 15.0
 """One request with all its repetitions. A broker that is restarted answers again within 5 to 10 s."""
+CONNECTED_S: Final = 1.0
+"""How long a cancelled attempt to connect may go on: a broker that is there answers within milliseconds."""
 RETRY_S: Final = 0.1
 UNSTABLE_S: Final = 0.005
 """A transaction's markers are written some milliseconds after its end was answered."""
@@ -219,7 +221,7 @@ async def connect(attempt: Callable[[], Awaitable[None]], bootstrap: str, timeou
         async with asyncio.timeout(timeout_s):
             while True:
                 try:
-                    return await attempt()
+                    return await _whole(attempt)
                 except (kafka_errors.KafkaConnectionError, OSError) as error:
                     reason = error
                 await asyncio.sleep(RETRY_S)
@@ -227,6 +229,19 @@ async def connect(attempt: Callable[[], Awaitable[None]], bootstrap: str, timeou
         raise LogUnavailable(f"Kafka at {bootstrap} does not answer (tried for {timeout_s:.0f} s)") from reason
     except kafka_errors.KafkaError as error:
         raise translate(error) from error
+
+
+async def _whole(attempt: Callable[[], Awaitable[None]]) -> None:
+    """An attempt that a cancellation does not cut off at once: aiokafka would leave the connection behind that it has
+    just made."""
+    task = asyncio.ensure_future(attempt())
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task], timeout=CONNECTED_S)
+        if not task.cancel() and not task.cancelled():
+            task.exception()  # nobody waits for it any more
+        raise
 
 
 def translate(error: BaseException) -> LogError:
