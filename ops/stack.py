@@ -37,8 +37,8 @@ def only_one(folder: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise SetupError(
-                f"a stack is running on {folder} already (process {_pid(lock)}); "
-                "use it from here, or give another folder with --data",
+                f"a stack is running on {folder} already (process {_pid(lock)}); use that one, or give this one a "
+                "folder of its own with --data (with --kafka, too: its logs lie there)",
                 code="data_folder_busy",
             ) from None
         lock.truncate(0)

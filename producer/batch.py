@@ -123,6 +123,8 @@ async def run_batch(
     output_foreign), LogError, BusUnavailable never.
     """
     errors = errors if errors is not None else target.with_name(target.name + ".errors.jsonl")
+    if errors == target:
+        raise SetupError(f"{target} cannot hold answers and errors both; give another file for one", code="bad_output")
     read = await asyncio.to_thread(open_source, source)
     memory = recall(memory_path(target))
     if memory is not None and memory.digest != read.digest:

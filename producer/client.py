@@ -31,7 +31,7 @@ from arriero.schemas.errors import (
     NoLiveWorker,
 )
 from arriero.schemas.event import CancelRequested, Error, Event, Origin, Terminal, Usage
-from arriero.schemas.job import BatchRef, Job, Message, PriorityClass, Sampling, body_digest
+from arriero.schemas.job import BatchRef, Job, Message, PriorityClass, Sampling, body_digest, check_id
 from arriero.schemas.names import NAMESPACE_DEFAULT, POOL_DEFAULT, Names
 from arriero.schemas.state import JobState, stream_end
 from arriero.schemas.token import FinishReason, Token
@@ -214,20 +214,30 @@ class Client:
 
     async def stream(
         self,
-        job_id: str,
+        job: Submitted | str,
         position: Position | int = START,
         *,
         moved: Callable[[Position], None] = lambda position: None,
     ) -> AsyncGenerator[Item, None]:
         """The job's tokens, each index once, then its end; from a position or an index on, as often as wanted.
 
-        Waits for a job that does not exist yet. Raises JobNotFound when it has ended and its result has expired.
+        Waits for a job that does not exist yet. Raises BadJob(bad_id), JobNotFound when it has ended and its result has
+        expired, and for a Submitted whose id belongs to a job that asked for something else, ConflictingDuplicate.
         """
+        job_id = job if isinstance(job, str) else job.id
+        check_id(job_id)
+        await self._check_conflict(job)
         if isinstance(position, int):
             position = Position(count=position)
         async with aclosing(follow(self.bus, job_id, position, self._fetch_terminal, moved=moved)) as items:
             async for item in items:
+                if isinstance(item, Ended):
+                    await self._check_conflict(job)
                 yield item
+
+    async def _check_conflict(self, job: Submitted | str) -> None:
+        if isinstance(job, Submitted) and (state := await self.peek(job.id)) is not None:
+            check_conflict(job, state)
 
     async def text(self, job_id: str) -> AsyncGenerator[str, None]:
         """The job's text as it comes, the held-back tail included. Resets are not shown: for those use `stream`."""
@@ -290,6 +300,7 @@ class Client:
 
         Read from the bus, and from the log when the bus does not know: that takes as long as reading a partition.
         """
+        check_id(job_id)
         state = await self.peek(job_id)
         if state is None or (state.record is None and state.offset < 0):
             state = (
@@ -320,6 +331,7 @@ class Client:
 
         The request in the log is what counts; the flag on the bus makes it quick.
         """
+        check_id(job_id)
         event = CancelRequested(id=job_id, time_ms=now_ms(self.clock), reason=reason[:500])
         (placed,) = await self.log.publish([Outgoing(self.names.events, job_id.encode(), encode(event))])
         if isinstance(placed, BaseException):

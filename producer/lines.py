@@ -63,13 +63,18 @@ class _InputLine(msgspec.Struct):
     body: dict[str, Any]
 
 
+def check_source(path: Path) -> None:
+    """Raises SetupError for what cannot be an input."""
+    if not path.is_file():
+        raise SetupError(f"{path} is not a file: a batch reads its input twice", code="bad_input")
+
+
 def open_source(path: Path) -> Source:
     """Digest and count. Raises SetupError."""
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     lines = jobs = 0
     try:
-        if not path.is_file():
-            raise SetupError(f"{path} is not a file: a batch reads its input twice", code="bad_input")
+        check_source(path)
         with path.open("rb") as file:
             while chunk := file.read(BLOCK_BYTES):
                 digest.update(chunk)

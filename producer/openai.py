@@ -126,7 +126,7 @@ def _json_fault(raw: bytes, error: Exception) -> BadJob:
         return BadJob(f"{constants[0]} is not a number that JSON knows", code="not_finite")
     if "out of range" in str(error):
         return BadJob("the body has a number that is out of range", code="not_finite")
-    return BadJob(f"the body is not strict JSON: {error}", code="malformed_json")
+    return BadJob("the body has text that is not Unicode (a lone surrogate)", code="invalid_utf8")
 
 
 def read_request(

@@ -44,6 +44,10 @@ LATER_OPTIONS: Final = frozenset(
 """Options that other servers know and this version does not: refused by name, never ignored."""
 
 
+ALIASES: Final = {"priority": "class", "max_completion_tokens": "max_tokens", "n_predict": "max_tokens"}
+"""What others call a field of ours, where spelling would lead astray."""
+
+
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One turn of a chat; the model file's own template turns a list of them into a prompt."""
 
@@ -121,6 +125,12 @@ def encode_job(job: Job) -> bytes:
         raise BadJob("the job holds text that is not Unicode (a lone surrogate)", code="invalid_utf8") from error
     check_size(value, job.id)
     return value
+
+
+def check_id(job_id: str) -> None:
+    """Raises BadJob(bad_id) for what can be no job's id."""
+    if not ID_PATTERN.match(job_id):
+        raise BadJob("a job's id is 1 to 200 of the characters A-Z a-z 0-9 . _ : ~ -", code="bad_id", field="id")
 
 
 def check_size(value: bytes, job_id: str | None = None) -> None:
@@ -265,7 +275,7 @@ def _parse(value: bytes, found: BadJob | None) -> tuple[Any, BadJob | None]:
         found = found or BadJob(f"the record is not UTF-8 (byte {error.start})", code="invalid_utf8")
     not_finite: list[str] = []
     try:
-        raw = json.loads(text, parse_constant=not_finite.append)
+        raw = json.loads(text, parse_constant=not_finite.append, parse_int=_parse_int)
     except RecursionError:
         return None, found or BadJob("the record is nested too deeply", code="malformed_json")
     except ValueError as error:
@@ -273,6 +283,11 @@ def _parse(value: bytes, found: BadJob | None) -> tuple[Any, BadJob | None]:
     if not_finite:
         found = found or BadJob(f"{not_finite[0]} is not a number that JSON knows", code="not_finite")
     return raw, found
+
+
+def _parse_int(digits: str) -> int:
+    """Python refuses to read numbers of thousands of digits; a value that is absurd stays so when it is cut."""
+    return int(digits[:400])
 
 
 def _find_fault(raw: dict[str, Any]) -> BadJob:
@@ -311,7 +326,7 @@ def _unknown_field(prefix: str, name: str, known: Iterable[str]) -> BadJob:
         return BadJob(
             f"`{prefix}{shown}` is not supported by this version", code="unsupported_option", field=prefix + shown
         )
-    nearest = difflib.get_close_matches(shown, list(known), n=1, cutoff=0.5)
+    nearest = [ALIASES[name]] if name in ALIASES else difflib.get_close_matches(shown, list(known), n=1, cutoff=0.5)
     hint = f"; did you mean `{prefix}{nearest[0]}`?" if nearest else ""
     if not prefix and name in _field_names(Sampling):
         hint = f"; did you mean `sampling.{name}`?"

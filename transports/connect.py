@@ -26,6 +26,12 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
             raise SetupError("--kafka and --redis go together", code="bad_setting")
         if (self.kafka is None) == (self.data is None):
             raise SetupError("give either --kafka and --redis, or a data folder", code="bad_setting")
+        for broker in self.kafka.split(",") if self.kafka is not None else ():
+            host, _, port = broker.strip().rpartition(":")
+            if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65_536:
+                raise SetupError(f"--kafka {self.kafka}: host:port,host:port,... is wanted", code="bad_setting")
+        if self.redis is not None and not self.redis.startswith(("redis://", "rediss://", "unix://")):
+            raise SetupError(f"--redis {self.redis}: redis://host:port/0 is wanted", code="bad_setting")
 
     @property
     def embedded(self) -> bool:

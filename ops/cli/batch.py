@@ -14,12 +14,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from arriero.ops import wiring
 from arriero.ops.cli import options
+from arriero.ops.cli.jobs import warn_without_worker
 from arriero.ops.logging import configure
 from arriero.ops.settings import Settings
 from arriero.ops.signals import stop_signals
 from arriero.producer import batch as batches
 from arriero.producer.batch import Summary
-from arriero.schemas.errors import NoLiveWorker
+from arriero.producer.lines import check_source
 
 TELL_EVERY_S = 5.0
 """Without a terminal: how often a line tells how far it is."""
@@ -47,6 +48,7 @@ def batch(source: Path, target: Path, errors: Path | None, **flags: Any) -> None
     Exit status: 0 when every line is answered, 1 when some are in the errors file, 130 when interrupted.
     """
     settings = options.make_settings(flags)
+    check_source(source)
     configure(as_json=False, debug=settings.debug, quiet=True)
     summary = asyncio.run(_batch(settings, source, target, errors, flags))
     if flags["as_json"]:
@@ -79,10 +81,7 @@ async def _batch(settings: Settings, source: Path, target: Path, errors: Path | 
             console.print(f"{answered:,} of {progress.total:,} lines, {rate}", highlight=False)
 
     async with wiring.open_client(settings) as client:
-        try:
-            await client.require_worker(1.2)
-        except NoLiveWorker as error:
-            console.print(f"{error.message}; start one with: arriero up; what is published meanwhile stays queued")
+        await warn_without_worker(client, settings)
         with stop_signals() as request, bar:
             task = bar.add_task(source.name, total=None, rate="")
             summary = await batches.run_batch(

@@ -20,11 +20,11 @@ from arriero.ops.cli import options
 from arriero.ops.logging import configure
 from arriero.ops.settings import Settings
 from arriero.ops.signals import stop_signals
-from arriero.producer.client import Client
+from arriero.producer.client import Client, Submitted
 from arriero.producer.follow import START, Ended, Reset, Tokens, parse_position
 from arriero.schemas.errors import ArrieroError, BadJob, NoLiveWorker, SetupError
-from arriero.schemas.event import Event, Progressed, Settling, Terminal
-from arriero.schemas.job import Message, PriorityClass, Sampling
+from arriero.schemas.event import Duplicate, Event, Progressed, Settling, Terminal
+from arriero.schemas.job import Message, PriorityClass, Sampling, check_id
 from arriero.schemas.state import JobState
 from arriero.schemas.token import StreamEnd
 from arriero.transports.bus import Position
@@ -72,6 +72,8 @@ def submit(prompt: str, **flags: Any) -> None:
     """
     if prompt == "-":
         prompt = _standard_input()
+    if not prompt:
+        raise BadJob("the prompt is empty", code="empty_prompt")
     settings = options.make_settings(flags)
     sys.exit(_run(_submit(settings, prompt, flags), settings))
 
@@ -103,11 +105,11 @@ async def _submit(settings: Settings, prompt: str, flags: dict[str, Any]) -> int
         )
         if flags["detach"]:
             click.echo(msgspec.json.encode(job) if flags["as_json"] else job.id)
-            await _warn_without_worker(client, settings)
+            await warn_without_worker(client, settings)
             return 0
         click.echo(f"job {job.id} ({priority})", err=True)
-        await _warn_without_worker(client, settings)
-        return await _show(client, settings, job.id, START, as_json=flags["as_json"])
+        await warn_without_worker(client, settings)
+        return await _show(client, settings, job, START, as_json=flags["as_json"])
 
 
 @click.command()
@@ -122,6 +124,7 @@ def stream(job_id: str, position: str, **flags: Any) -> None:
         arriero stream 06h2x...
         arriero stream --from 120 06h2x...
     """
+    check_id(job_id)
     settings = options.make_settings(flags)
     try:
         start = parse_position(position)
@@ -242,6 +245,8 @@ def _detail(event: Event) -> str:
         value = getattr(event, name, None)
         if value:
             parts.append(f"{name.replace('_', ' ')} {value}")
+    if isinstance(event, Duplicate):
+        parts.append(f"{'another body than' if event.body_differs else 'the same body as'} {event.first_root}")
     error = getattr(event, "error", None)
     if error:
         parts.append(f"{error.code}: {error.message}")
@@ -250,8 +255,9 @@ def _detail(event: Event) -> str:
     return ", ".join(part for part in parts if part)
 
 
-async def _show(client: Client, settings: Settings, job_id: str, start: Position, *, as_json: bool) -> int:
+async def _show(client: Client, settings: Settings, job: Submitted | str, start: Position, *, as_json: bool) -> int:
     """Print tokens until the end. Ctrl-C detaches and tells how to come back."""
+    job_id = job if isinstance(job, str) else job.id
     position = start
 
     def moved(now: Position) -> None:
@@ -259,7 +265,7 @@ async def _show(client: Client, settings: Settings, job_id: str, start: Position
         position = now
 
     async def show() -> StreamEnd:
-        async with aclosing(client.stream(job_id, start, moved=moved)) as items:
+        async with aclosing(client.stream(job, start, moved=moved)) as items:
             async for item in items:
                 if as_json:
                     click.echo(msgspec.json.encode({type(item).__name__.lower(): item}))
@@ -299,7 +305,7 @@ async def _show(client: Client, settings: Settings, job_id: str, start: Position
     return STATUS_EXIT.get(end.status, 1)
 
 
-async def _warn_without_worker(client: Client, settings: Settings) -> None:
+async def warn_without_worker(client: Client, settings: Settings) -> None:
     try:
         await client.require_worker(WORKER_WAIT_S)
     except NoLiveWorker as error:

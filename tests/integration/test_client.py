@@ -170,3 +170,20 @@ async def test_a_job_that_nobody_has_read_is_found_in_the_log_without_a_projecto
     state = await client.status(job.id)
     assert (state.status, state.priority, state.record) == ("queued", "batch", job.origin)
     assert await client.history(job.id) == []
+
+
+async def test_a_stream_of_another_jobs_id_is_refused_before_anything_is_shown(client: Client, fleet: Fleet) -> None:
+    async with fleet.running(fleet.make_worker()), fleet.projecting():
+        first = await client.submit("hello", id="taken")
+        await client.result(first)
+        second = await client.submit("something else", id="taken")
+        with pytest.raises(ConflictingDuplicate):
+            await anext(client.stream(second))
+        again = await client.submit("hello", id="taken")
+        assert [type(item) async for item in client.stream(again)][-1] is Ended
+
+
+async def test_what_can_be_no_id_is_refused_everywhere(client: Client) -> None:
+    for answer in (client.status("{a}"), client.history("{a}"), client.cancel("{a}"), anext(client.stream("{a}"))):
+        with pytest.raises(BadJob, match="a job's id is"):
+            await answer

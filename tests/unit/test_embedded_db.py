@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -133,7 +133,8 @@ async def stopped_holder(folder: Path) -> AsyncIterator[asyncio.subprocess.Proce
         await asyncio.to_thread(os.waitid, os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
         yield process
     finally:
-        process.kill()
+        with suppress(ProcessLookupError):  # one that was let go on has ended
+            process.kill()
         await process.wait()
 
 

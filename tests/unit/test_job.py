@@ -49,6 +49,7 @@ def test_a_job_survives_the_round_trip() -> None:
         ({"max_tokens": 0}, "bad_value"),
         ({"max_tokens": 10**30}, "bad_value"),
         ({"max_tokens": "many"}, "bad_type"),
+        ({"priority": "batch"}, "unknown_field"),
         ({"stop": ["x"] * 17}, "bad_value"),
         ({"stop": [""]}, "bad_value"),
         ({"deadline": -1}, "bad_value"),
@@ -75,6 +76,12 @@ def test_a_job_that_breaks_the_contract_is_refused_under_its_id(fields: dict[str
     assert (error.code, error.job_id) == (code, "a")
 
 
+def test_a_number_of_thousands_of_digits_is_refused_under_the_id() -> None:
+    error = refusal(b'{"id":"a","prompt":"x","max_tokens":' + b"9" * 5_000 + b"}")
+    assert isinstance(error, BadJob)
+    assert (error.code, error.job_id) == ("bad_value", "a")
+
+
 def test_infinity_by_exponent_is_not_finite() -> None:
     error = refusal(b'{"id":"a","prompt":"x","sampling":{"temperature":1e999}}')
     assert error.code == "not_finite"
@@ -84,6 +91,7 @@ def test_an_unknown_field_is_named_with_the_nearest_known_one() -> None:
     assert "did you mean `sampling.temperature`?" in refusal(record(sampling={"temprature": 1})).message
     assert "did you mean `sampling.top_k`?" in refusal(record(top_k=1)).message
     assert "did you mean `deadline`?" in refusal(record(deadlin=1)).message
+    assert "did you mean `class`?" in refusal(record(priority="batch")).message
 
 
 def test_invalid_utf8_is_refused_under_the_id_that_can_be_read() -> None:

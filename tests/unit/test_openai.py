@@ -174,7 +174,7 @@ def test_a_missing_prompt_is_named() -> None:
         (b"null", "malformed_json"),
         (b'{"a": ' + b"[" * 20_000 + b"]" * 20_000 + b"}", "malformed_json"),
         (b'{"prompt": "\xff"}', "invalid_utf8"),
-        (b'{"prompt": "\\ud800"}', "malformed_json"),
+        (b'{"prompt": "\\ud800"}', "invalid_utf8"),
         (b'{"temperature": NaN}', "not_finite"),
         (b'{"temperature": -Infinity}', "not_finite"),
         (b'{"temperature": 1e999}', "not_finite"),
