@@ -10,49 +10,69 @@ goes on where pip left off.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import os
 import re
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections import deque
 from pathlib import Path
+from types import FrameType
 
 ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 HOOK = ROOT / "ops" / "setup" / "llama.cmake"
 LOG = VENV / "setup.log"
+HOOK_STAMP = VENV / "llama.stamp"
+"""The hook that llama.cpp was built with."""
 LEAST = (3, 11)
 TELL_EVERY_S = 15.0
 STEP = re.compile(r"\[(\d+)/(\d+)\]")
+LAST_LINES = 25
+
+
+class SetupFailed(Exception):
+    """What went wrong, for the terminal."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Makes .venv with Arriero in it.")
     parser.add_argument("--dev", action="store_true", help="with what tests and checks need")
     dev = parser.parse_args().dev
-    stamp = VENV / ("arriero-dev.stamp" if dev else "arriero.stamp")
-    if PYTHON.exists() and stamp.exists() and stamp.read_text() == digest():
+    stamps = [VENV / "arriero-dev.stamp", VENV / "arriero.stamp"]  # what tests need includes the rest
+    if PYTHON.exists() and any(there(stamp) == digest() for stamp in (stamps[:1] if dev else stamps)):
         return 0
     lacking = missing()
     if lacking:
         print("\n".join(lacking), file=sys.stderr)
         return 1
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, interrupt)
     try:
         make(dev)
+        stamps[0 if dev else 1].write_text(digest())
     except KeyboardInterrupt:
         print("\ninterrupted; run it again to go on", file=sys.stderr)
         return 130
-    except subprocess.CalledProcessError as error:
-        print(f"\n{' '.join(map(str, error.cmd))}\nfailed; its last lines (all of them: {LOG}):", file=sys.stderr)
-        print("\n".join(LOG.read_text(errors="replace").splitlines()[-25:]), file=sys.stderr)
+    except (SetupFailed, OSError) as error:
+        print(f"\n{error}", file=sys.stderr)
         return 1
-    stamp.write_text(digest())
     print("ready: .venv/bin/arriero --help")
     return 0
+
+
+def interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def there(stamp: Path) -> str | None:
+    return stamp.read_text() if stamp.exists() else None
 
 
 def digest() -> str:
@@ -84,16 +104,32 @@ def missing() -> list[str]:
 
 
 def make(dev: bool) -> None:
-    if not PYTHON.exists():
-        print(f"making {VENV}")
-        subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=True)
+    if not has_pip():
+        print(f"making {VENV}", flush=True)
+        # A Python that runs keeps what is beside it; one that does not (its own was removed) is made anew.
+        clear = [] if PYTHON.exists() else ["--clear"]
+        command = [sys.executable, "-m", "venv", *clear, str(VENV)]
+        made = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if made.returncode:
+            raise SetupFailed(f"{shlex.join(command)}\nfailed:\n{last_lines(made.stdout)}")
     LOG.write_text("")
     run("pip", ["install", "--upgrade", "pip"])
-    engine = pinned_engine()
-    if not installed(engine):
+    engine, hook = pinned_engine(), hashlib.sha256(HOOK.read_bytes()).hexdigest()
+    changed = there(HOOK_STAMP) not in (None, hook)
+    if changed or not installed(engine):
         print("building llama.cpp: about ten minutes of one core, five on two. It happens once.", flush=True)
-        run("llama.cpp", ["install", "-v", engine], CMAKE_ARGS=cmake_arguments())
+        arguments = cmake_arguments()
+        # pip keeps what it has built under the version alone, whatever it was built with.
+        anew = ["--force-reinstall", "--no-deps", "--no-cache-dir"] if changed or "-DGGML_CUDA=on" in arguments else []
+        run("llama.cpp", ["install", "-v", *anew, engine], CMAKE_ARGS=arguments)
+    HOOK_STAMP.write_text(hook)
     run("packages", ["install", "--editable", str(ROOT) + "[all]", *(["--group", "dev"] if dev else [])])
+
+
+def has_pip() -> bool:
+    """Whether pip is there as a whole: an environment whose making was interrupted has less."""
+    check = "import importlib.metadata as m; assert m.files('pip')"
+    return PYTHON.exists() and subprocess.run([str(PYTHON), "-c", check], capture_output=True).returncode == 0
 
 
 def pinned_engine() -> str:
@@ -110,7 +146,8 @@ def installed(requirement: str) -> bool:
 
 
 def cmake_arguments() -> str:
-    arguments = [os.environ.get("CMAKE_ARGS", ""), "-DLLAVA_BUILD=OFF", f"-DCMAKE_PROJECT_llama.cpp_INCLUDE={HOOK}"]
+    hook = shlex.quote(f"-DCMAKE_PROJECT_llama.cpp_INCLUDE={HOOK}")
+    arguments = [os.environ.get("CMAKE_ARGS", ""), "-DLLAVA_BUILD=OFF", hook]
     if shutil.which("nvcc") and os.environ.get("ARRIERO_CUDA") != "0":
         print("nvcc is here: building for CUDA (ARRIERO_CUDA=0 to leave it out); that takes longer")
         arguments.append("-DGGML_CUDA=on")
@@ -128,6 +165,8 @@ def run(what: str, arguments: list[str], **variables: str) -> None:
             command,
             cwd=ROOT,
             env={**os.environ, **variables},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C reaches this program alone, which passes it on to all of pip's children
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -145,12 +184,23 @@ def run(what: str, arguments: list[str], **variables: str) -> None:
                     print(f"\r\033[K{text}"[:120] if terminal else text, end="" if terminal else "\n", flush=True)
             code = process.wait()
         except BaseException:
-            process.terminate()
-            process.wait()
+            with contextlib.suppress(ProcessLookupError):  # it had ended already
+                os.killpg(process.pid, signal.SIGINT)  # pip takes its build folders away
+                try:
+                    process.communicate(timeout=10)
+                except subprocess.TimeoutExpired:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
             raise
-    print(("\r\033[K" if terminal else "") + f"{what}: done in {time.monotonic() - began:.0f} s", flush=True)
+    how = "failed" if code else "done"
+    print(("\r\033[K" if terminal else "") + f"{what}: {how} after {time.monotonic() - began:.0f} s", flush=True)
     if code:
-        raise subprocess.CalledProcessError(code, command)
+        tail = last_lines(LOG.read_text(errors="replace"))
+        raise SetupFailed(f"{shlex.join(command)}\nfailed; its last lines (all of them: {LOG}):\n{tail}")
+
+
+def last_lines(text: str) -> str:
+    return "\n".join(text.splitlines()[-LAST_LINES:])
 
 
 def shown(line: str) -> str:
