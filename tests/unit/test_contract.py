@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import jsonschema
+import msgspec
 import pytest
 
-from arriero.schemas import contract
+from arriero.schemas import contract, errors
 from arriero.schemas.codec import encode
-from arriero.schemas.event import CancelRequested, Completed, Origin, Output, Started
+from arriero.schemas.event import CancelRequested, Completed, DeadRecord, Error, Origin, Output, Started
 from arriero.schemas.job import Job, Sampling, encode_job
 from arriero.schemas.state import fold, queued
-from arriero.schemas.token import End, Frame, Look, Token
+from arriero.schemas.token import End, Frame, Look, StreamEnd, Token
+from arriero.schemas.worker import WorkerInfo
 
+DOC = Path(__file__).parents[2] / "docs" / "contract.md"
 ORIGIN = Origin("arriero.jobs.default.standard", 0, 4, 1_000)
 
 
@@ -72,6 +77,56 @@ def test_events_states_and_messages_fit() -> None:
     check("state", encode(state))
     for message in (Frame("r", "1.9", 0, ["5|a"]), End("r", "1.9@0", 2, "{}"), Look()):
         check("message", encode(message))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("end", StreamEnd("completed", 2, "é", "stop")),
+        ("end", StreamEnd("failed", code="engine_error", error="it broke")),
+        ("worker", WorkerInfo(worker="w", pool="default", models=["m"], slots=4, n_ctx_sequence=512)),
+        (
+            "dead",
+            DeadRecord(reason="undecodable", error=Error("bad_id", "no id"), origin=ORIGIN, time_ms=1, raw=b"\xff"),
+        ),
+        ("dead", DeadRecord(reason="unknown_version", error=Error("unknown_version", "v9"), origin=ORIGIN, time_ms=1)),
+    ],
+)
+def test_ends_workers_and_dead_records_fit(name: str, value: Any) -> None:
+    check(name, encode(value))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("event", {"type": "Celebrated", "id": "a", "time_ms": 1}),
+        ("event", {"type": "CancelRequested", "id": "a"}),
+        ("event", {"type": "Rejected", "id": "a", "time_ms": 1, "error": "too long"}),
+        ("state", {"id": 5}),
+        ("message", {"type": "frame", "root": "r", "epoch": "1.9", "first": 0, "tokens": [[5, "a"]]}),
+        ("message", {"type": "glance"}),
+        ("end", {"status": "completed", "finish_reason": "tired"}),
+        ("worker", {"worker": "w", "pool": "default", "models": "m", "slots": 4, "n_ctx_sequence": 512}),
+        ("dead", {"reason": "undecodable", "time_ms": 1}),
+    ],
+)
+def test_what_nobody_writes_does_not_fit(name: str, value: dict[str, Any]) -> None:
+    with pytest.raises(jsonschema.ValidationError):
+        check(name, json.dumps(value).encode())
+
+
+def test_the_document_names_every_field_of_a_job() -> None:
+    text = DOC.read_text()
+    for struct in (Job, Sampling):
+        for field in msgspec.structs.fields(struct):
+            assert f"`{field.encode_name}`" in text, field.encode_name
+
+
+def test_the_document_names_the_codes_of_a_refused_job() -> None:
+    promised = re.search(r"Codes:\s+(.*?)\.\n", errors.BadJob.__doc__ or "", re.S)
+    assert promised is not None
+    table = DOC.read_text().partition("## What is refused")[2]
+    assert set(re.split(r",\s+", promised[1])) <= set(re.findall(r"`([a-z0-9_]+)`", table))
 
 
 def test_every_message_of_the_asyncapi_document_has_its_schema() -> None:
