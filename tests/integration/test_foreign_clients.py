@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,6 +18,7 @@ from arriero.transports.connect import Endpoints
 from arriero.transports.partitioner import partition_of
 
 pytestmark = pytest.mark.real
+DOC = Path(__file__).parents[2] / "docs" / "contract.md"
 
 
 @pytest.fixture
@@ -91,3 +94,41 @@ async def test_a_job_published_by_kcat_is_streamed_by_redis_cli(tools: None, fle
         state = json.loads((await answer(pair.redis, "HGET", names.job_key("mule-1"), "state"))[0])
         record = state["record"]
         assert record[1] == partition_of(b"mule-1", await fleet.log.partitions(record[0]))
+
+
+async def test_the_commands_of_the_document_do_what_it_says(tools: None, fleet: Fleet, pair: Endpoints) -> None:
+    """They run as they stand there, but for addresses and namespace."""
+    blocks = "\n".join(re.findall(r"(?m)^ {4}(.*)$", DOC.read_text()))
+    (publish,) = re.findall(r"echo .*\|\n.*\\\n.*", blocks)
+    (tokens,) = re.findall(r"redis-cli LRANGE .*", blocks)
+    (head,) = re.findall(r"redis-cli HGETALL .*", blocks)
+    (state,) = re.findall(r"redis-cli HGET '.*?' state", blocks)
+    (events,) = re.findall(r"kcat -C .* -K :", blocks)
+
+    async def run(command: str) -> str:
+        namespace = fleet.names.namespace
+        for shown, here in {
+            "localhost:9092": str(pair.kafka),
+            "redis-cli": f"redis-cli -u {pair.redis}",
+            " arriero.": f" {namespace}.",
+            "'arriero:": f"'{namespace}:",
+        }.items():
+            command = command.replace(shown, here)
+        process = await asyncio.create_subprocess_shell(command, stdout=asyncio.subprocess.PIPE)
+        output, _ = await process.communicate()
+        assert process.returncode == 0
+        return output.decode()
+
+    async with fleet.running(fleet.make_worker()), fleet.projecting(), asyncio.timeout(60):
+        await run(publish)
+        await fleet.wait_state("mule-1", lambda state: state.status == "completed")
+        await fleet.wait_view("mule-1", lambda view: view.end is not None)
+        fields = iter((await run(head)).splitlines())
+        shown = dict(zip(fields, fields, strict=True))
+        text = "".join(line.partition("|")[2] for line in (await run(tokens)).splitlines())
+        assert text + json.loads(shown["end"]).get("tail", "") == "Why do mules follow a mare?"
+        assert shown["status"] == "fin"
+        assert json.loads(await run(state))["phase"] == "completed"
+        lines = (await run(f"{events} -e -q")).splitlines()
+        assert {line.partition(":")[0] for line in lines} == {"mule-1"}
+        assert json.loads(lines[-1].partition(":")[2])["type"] == "Completed"
