@@ -15,7 +15,7 @@ from typing import Final, Protocol
 import structlog
 
 from arriero.schemas.clock import Clock, now_ms
-from arriero.schemas.event import Completed
+from arriero.schemas.event import Completed, Terminal
 from arriero.schemas.job import CLASSES, PriorityClass, job_seed
 from arriero.workers.commit import OwnersEvent
 from arriero.workers.engine.seam import Ending, ModelInfo, StepReport, Update, Work
@@ -25,6 +25,9 @@ from arriero.workers.stream import Streams
 
 log = structlog.get_logger(__name__)
 
+RECENT_MAX: Final = 10_000
+"""Jobs recorded last, remembered by id: until the projector has told the bus of one, nobody else could say that another
+record under its id is a duplicate."""
 WAITING_MAX_BYTES: Final = 32 << 20
 """Job records that wait for a slot, in each class. The largest are 1 MiB."""
 
@@ -80,6 +83,8 @@ class Desk:
         self._metrics = metrics
         self._held: dict[int, Held] = {}
         self._by_id: dict[str, Held] = {}
+        self._recent: dict[str, tuple[str, str]] = {}
+        """Root and digest by id, in the order of recording."""
         self._last_key = 0
 
     def next_key(self) -> int:
@@ -95,9 +100,13 @@ class Desk:
     def waiting(self) -> int:
         return sum(room.count for room in self.rooms.values())
 
-    def holds(self, job_id: str) -> Held | None:
-        """The job of this id that is in hand."""
-        return self._by_id.get(job_id)
+    def first_of(self, job_id: str, root: str) -> tuple[str, str] | None:
+        """Root and digest of another record's job of this id: one in hand, or recorded a moment ago."""
+        held = self._by_id.get(job_id)
+        if held is not None:
+            return held.root, held.digest
+        recent = self._recent.get(job_id)
+        return recent if recent is not None and recent[0] != root else None
 
     def take(self, held: Held) -> None:
         """A job has come in."""
@@ -133,7 +142,8 @@ class Desk:
             self.streams.close(held.stream, f"{len(held.tokens)}|{event.finish_reason}")
         else:
             self.streams.close(held.stream)
-        held.committer.add(event, settles=held.origin.offset, done=lambda: self._forget(held))
+        ends = isinstance(event, Terminal)
+        held.committer.add(event, settles=held.origin.offset, done=lambda: self._recorded(held, ends=ends))
 
     def drop(self, held: Iterable[Held | None]) -> None:
         """Leave jobs to the next owner of their partition."""
@@ -236,6 +246,14 @@ class Desk:
         if held.waiting:
             held.waiting = False
             self.rooms[held.priority].leave(held.size_bytes)
+
+    def _recorded(self, held: Held, *, ends: bool) -> None:
+        """Its event is recorded, or was given up with the partition."""
+        self._forget(held)
+        if ends and not held.committer.dropped:
+            self._recent[held.job.id] = held.root, held.digest
+            if len(self._recent) > RECENT_MAX:
+                del self._recent[next(iter(self._recent))]
 
     def _forget(self, held: Held) -> None:
         self._held.pop(held.key, None)

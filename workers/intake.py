@@ -91,12 +91,13 @@ class Intake:
                 continue
             # 2.
             held = self._hold(record, job, digest)
-            first = self._desk.holds(job.id)
+            first = self._desk.first_of(job.id, held.root)
             if first is None:
                 self._desk.take(held)
                 jobs.append(held)
             else:
-                event = held.duplicate(self._now_ms(), first.root, first.digest != digest)
+                first_root, first_digest = first
+                event = held.duplicate(self._now_ms(), first_root, first_digest != digest)
                 self._committer.add(event, settles=record.offset)
         # 3.
         prompts = await asyncio.gather(*(self._tokenise(held) for held in jobs))
@@ -153,11 +154,12 @@ class Intake:
             "record_refused", topic=record.topic, partition=record.partition, offset=record.offset, code=error.code
         )
         if isinstance(error, BadJob) and error.job_id is not None:
-            first = self._desk.holds(error.job_id)
-            first_root = first.root if first is not None else ""
+            root = str(origin_of(record))
+            first = self._desk.first_of(error.job_id, root)
+            first_root = first[0] if first is not None else ""
             if first is None:
                 state = (await self._states([error.job_id])).get(error.job_id)
-                if state is not None and owner_elsewhere(state, str(origin_of(record))):
+                if state is not None and owner_elsewhere(state, root):
                     first_root = state.root
             if first_root:
                 event = duplicate_refused(record, self._priority, error.job_id, first_root, self._now_ms())

@@ -354,3 +354,17 @@ async def test_a_dead_engine_stops_the_worker(fleet: Fleet) -> None:
         with pytest.raises(EngineError, match="the card is gone"):
             async with asyncio.timeout(WAIT_S):
                 await run
+
+
+async def test_a_record_under_the_id_of_a_job_just_recorded_is_a_duplicate_before_any_projector_has_seen_that(
+    fleet: Fleet,
+) -> None:
+    async with fleet.running(fleet.make_worker()):
+        await fleet.submit(Job(id="a", prompt="hello"))
+        await fleet.wait_end("a")
+        await fleet.submit(Job(id="a", prompt="hello"))
+        await fleet.submit(Job(id="a", prompt="something else"))
+        await fleet.wait_settled(3)
+    kinds = [type(event) for event in fleet.of("a")]
+    assert kinds == [Started, Completed, Duplicate, Duplicate]
+    assert [event.body_differs for event in fleet.of("a") if isinstance(event, Duplicate)] == [False, True]
