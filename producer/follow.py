@@ -7,6 +7,7 @@ are those of docs/token-bus.md.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Final
 
@@ -26,6 +27,9 @@ STALE_S: Final = 0.25
 BACKOFF_FIRST_S: Final = 0.1
 BACKOFF_MAX_S: Final = 2.0
 START: Final = Position()
+
+_POSITION: Final = re.compile(r"(?:(.{1,400}):(\d{1,9}\.\d{1,15}):)?(\d{1,9})\Z", re.ASCII)
+"""Strangers say positions: no number in one is larger than SQLite's integers and Lua's doubles can hold."""
 
 
 class Tokens(msgspec.Struct, frozen=True):
@@ -59,15 +63,10 @@ def format_position(position: Position) -> str:
 
 def parse_position(text: str) -> Position:
     """From `root:epoch:count`, or a bare count. Raises ValueError."""
-    head, _, count = text.rpartition(":")
-    if not count.isascii() or not count.isdigit():
+    found = _POSITION.match(text)
+    if found is None:
         raise ValueError(f"{text[:80]!r} is neither a count of tokens nor a position root:epoch:count")
-    if not head:
-        return Position(count=int(count))
-    root, _, epoch = head.rpartition(":")
-    attempt, _, fence = epoch.partition(".")
-    if not root or not attempt.isdigit() or not fence.isdigit():
-        raise ValueError(f"{text[:80]!r} is not a position root:epoch:count")
+    root, epoch, count = found.groups(default="")
     return Position(root, epoch, int(count))
 
 

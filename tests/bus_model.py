@@ -20,8 +20,9 @@ from arriero.transports.bus import (
 )
 
 Segments = list[tuple[str, int]]
-Forget = Callable[[str, Literal["stream", "tokens", "all"]], Awaitable[None]]
-"""Makes a bus forget a job's stream, its tokens alone, or all it knows of it."""
+What = Literal["stream", "tokens", "tail", "all"]
+Forget = Callable[[str, What], Awaitable[None]]
+"""Makes a bus forget a job's stream, its tokens alone, the last of them, or all it knows of it."""
 
 
 def parse(lineage: str) -> Segments:
@@ -211,6 +212,13 @@ class BusModel:
 
     def cancel(self) -> None:
         self.job.cancelled = True
+
+    def forget(self, what: What) -> None:
+        if what in ("stream", "all"):
+            self.head = None
+        if what == "all":
+            self.job = Job()
+        self.tokens = self.tokens[:-1] if what == "tail" else []
 
 
 def _with(answer: Opened, **changes: object) -> Opened:

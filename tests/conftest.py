@@ -6,7 +6,9 @@ import os
 import random
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -14,6 +16,10 @@ from hypothesis import HealthCheck, settings
 from arriero.ops import testbed
 from arriero.schemas.clock import SystemClock
 from arriero.schemas.names import Names
+from arriero.transports.bus import TokenBus
+from arriero.transports.connect import Endpoints, make_bus
+
+OpenBus = Callable[[], Awaitable[TokenBus]]
 
 # Whatever starts the tests (nohup, a shell's background) may ignore these, and children would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -81,3 +87,26 @@ def kafka_bootstrap(real_pair: testbed.Pair) -> str:
 def redis_url(real_pair: testbed.Pair) -> str:
     """A Redis that other tests use at the same time. Mark the test `real`."""
     return real_pair.redis_url
+
+
+@pytest.fixture(params=["embedded", pytest.param("redis", marks=pytest.mark.real)])
+def bus_endpoints(request: pytest.FixtureRequest, tmp_path: Path) -> Endpoints:
+    if request.param == "embedded":
+        return Endpoints(data=tmp_path)
+    return Endpoints(kafka="127.0.0.1:1", redis=request.getfixturevalue("redis_url"))
+
+
+@pytest.fixture
+async def open_bus(bus_endpoints: Endpoints, names: Names) -> AsyncIterator[OpenBus]:
+    """Opens connections to one bus."""
+    async with AsyncExitStack() as stack:
+
+        async def open_one() -> TokenBus:
+            return await stack.enter_async_context(make_bus(bus_endpoints, names=names, clock=SystemClock()))
+
+        yield open_one
+
+
+@pytest.fixture
+async def bus(open_bus: OpenBus) -> TokenBus:
+    return await open_bus()

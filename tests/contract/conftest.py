@@ -9,18 +9,17 @@ from pathlib import Path
 
 import apsw
 import pytest
-from bus_model import Forget
+from bus_model import Forget, What
 from redis.asyncio import Redis
 
 from arriero.schemas.clock import SystemClock
 from arriero.schemas.names import Names
 from arriero.transports.bus import TokenBus
-from arriero.transports.connect import Endpoints, make_bus, make_log
+from arriero.transports.connect import Endpoints, make_log
 from arriero.transports.embedded.bus import EmbeddedBus
 from arriero.transports.log import JobLog
 
 OpenLog = Callable[[], Awaitable[JobLog]]
-OpenBus = Callable[[], Awaitable[TokenBus]]
 
 
 @pytest.fixture(params=["embedded", pytest.param("kafka", marks=pytest.mark.real)])
@@ -48,39 +47,23 @@ async def job_log(open_log: OpenLog) -> JobLog:
     return await open_log()
 
 
-@pytest.fixture(params=["embedded", pytest.param("redis", marks=pytest.mark.real)])
-def bus_endpoints(request: pytest.FixtureRequest, tmp_path: Path) -> Endpoints:
-    if request.param == "embedded":
-        return Endpoints(data=tmp_path)
-    return Endpoints(kafka="127.0.0.1:1", redis=request.getfixturevalue("redis_url"))
-
-
-@pytest.fixture
-async def open_bus(bus_endpoints: Endpoints, names: Names) -> AsyncIterator[OpenBus]:
-    """Opens connections to one bus."""
-    async with AsyncExitStack() as stack:
-
-        async def open_one() -> TokenBus:
-            return await stack.enter_async_context(make_bus(bus_endpoints, names=names, clock=SystemClock()))
-
-        yield open_one
-
-
-@pytest.fixture
-async def bus(open_bus: OpenBus) -> TokenBus:
-    return await open_bus()
-
-
 @pytest.fixture
 async def forget(bus: TokenBus, bus_endpoints: Endpoints, names: Names) -> AsyncIterator[Forget]:
     if isinstance(bus, EmbeddedBus):
 
-        async def forget_rows(job_id: str, what: str) -> None:
-            tables = {"stream": ("heads", "tokens"), "tokens": ("tokens",), "all": ("jobs", "heads", "tokens")}[what]
+        async def forget_rows(job_id: str, what: What) -> None:
+            job = names.channel(job_id)
 
             def delete(connection: apsw.Connection) -> None:
-                for table in tables:
-                    connection.execute(f"DELETE FROM {table} WHERE job = ?", (names.channel(job_id),))
+                if what == "tail":
+                    last = "SELECT max(at) FROM tokens WHERE job = ?"
+                    connection.execute(f"DELETE FROM tokens WHERE job = ? AND at = ({last})", (job, job))
+                    return
+                connection.execute("DELETE FROM tokens WHERE job = ?", (job,))
+                if what != "tokens":
+                    connection.execute("DELETE FROM heads WHERE job = ?", (job,))
+                if what == "all":
+                    connection.execute("DELETE FROM jobs WHERE job = ?", (job,))
 
             await bus._db.write(delete)
 
@@ -90,7 +73,10 @@ async def forget(bus: TokenBus, bus_endpoints: Endpoints, names: Names) -> Async
     assert bus_endpoints.redis is not None
     async with Redis.from_url(bus_endpoints.redis) as redis:
 
-        async def forget_keys(job_id: str, what: str) -> None:
+        async def forget_keys(job_id: str, what: What) -> None:
+            if what == "tail":
+                await redis.ltrim(names.tokens_key(job_id), 0, -2)
+                return
             keys = [names.tokens_key(job_id)]
             if what != "tokens":
                 keys.append(names.head_key(job_id))

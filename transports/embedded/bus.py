@@ -37,10 +37,10 @@ from arriero.transports.embedded.streams import SCHEMA, Streams
 from arriero.transports.inbox import Inbox
 from arriero.transports.log import KEEP_RESULTS_S
 
-LAYOUT: Final = 1
+LAYOUT: Final = 2
 BELL: Final = "bus"
 SWEEP_EVERY_S: Final = 20.0
-SWEEP_ROWS: Final = 500
+SWEEP_ROWS: Final = 5_000
 """Rows of a kind that one sweep deletes: others wait for it."""
 
 T = TypeVar("T")
@@ -57,6 +57,8 @@ class EmbeddedBus:
         self._db = Database(folder / "bus.db", schema=SCHEMA, version=LAYOUT, durable=False, unavailable=BusUnavailable)
         self._followers: dict[str, set[Inbox]] = {}
         self._hearing: asyncio.Task[None] | None = None
+        self._heard: asyncio.Future[str | None] | None = None
+        """Done once messages are handed out, or with the reason why they are not."""
 
     async def __aenter__(self) -> EmbeddedBus:
         await self._db.__aenter__()
@@ -64,12 +66,14 @@ class EmbeddedBus:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        for task in (self._sweeping, self._hearing):
-            if task is not None:
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
-        await self._db.__aexit__(*exc)
+        tasks = [task for task in (self._sweeping, self._hearing) if task is not None]
+        for task in tasks:
+            task.cancel()
+        try:
+            await asyncio.wait(tasks)
+        finally:
+            self._lose("it is closed")
+            await self._db.__aexit__(*exc)
 
     async def check(self) -> None:
         self._db.read(lambda connection: connection.execute("SELECT 1").fetchall())
@@ -185,25 +189,37 @@ class EmbeddedBus:
 
     async def _listen(self) -> None:
         """Returns once messages are handed out from now on. Raises BusUnavailable."""
-        if self._hearing is None or self._hearing.done():
+        if self._heard is None or self._hearing is None or self._hearing.done():
             self._heard = asyncio.get_running_loop().create_future()
             self._hearing = asyncio.create_task(self._hear(self._heard), name="bus bell")
-        await asyncio.wait([self._heard, self._hearing], return_when=asyncio.FIRST_COMPLETED)
-        if not self._heard.done():
-            raise BusUnavailable("nothing can be heard of the token bus") from self._hearing.exception()
+        reason = await asyncio.shield(self._heard)
+        if reason is not None:
+            raise BusUnavailable(f"nothing can be heard of the token bus: {reason}")
 
-    async def _hear(self, heard: asyncio.Future[None]) -> None:
-        """Hand new messages out to their followers, for as long as the bus is open."""
-        with self._db.bells.listen(BELL) as bell:
-            seen = self._db.read(_newest)
-            heard.set_result(None)
-            while True:
-                count = bell.count
-                try:
+    async def _hear(self, heard: asyncio.Future[str | None]) -> None:
+        """Hand new messages out to their followers, for as long as the bus is open and its file can be read."""
+        reason = "it is closed"
+        try:
+            with self._db.bells.listen(BELL) as bell:
+                seen = self._db.read(_newest)
+                heard.set_result(None)
+                while True:
+                    count = bell.count
                     seen = self._hand_out(seen)
-                except BusUnavailable as error:
-                    log.warning("bus_read_failed", error=error.message)
-                await bell.wait(count)
+                    await bell.wait(count)
+        except (BusUnavailable, OSError) as error:
+            reason = str(error)
+            log.warning("bus_connection_lost", error=reason)
+        finally:
+            self._lose(reason)
+
+    def _lose(self, reason: str) -> None:
+        """Nothing more will be heard, and something may have been missed: each follower starts over."""
+        if self._heard is not None and not self._heard.done():
+            self._heard.set_result(reason)
+        for followers in self._followers.values():
+            for follower in followers:
+                follower.lose()
 
     def _hand_out(self, seen: int) -> int:
         rows: Any = self._db.read(

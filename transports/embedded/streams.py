@@ -40,6 +40,7 @@ CREATE TABLE jobs (
     job TEXT PRIMARY KEY, position INTEGER NOT NULL DEFAULT -1, cancelled INTEGER NOT NULL DEFAULT 0,
     crashes INTEGER NOT NULL DEFAULT 0, terminal TEXT NOT NULL DEFAULT '', state BLOB, expires INTEGER NOT NULL
 ) WITHOUT ROWID;
+CREATE INDEX jobs_by_expiry ON jobs (expires);
 CREATE TABLE heads (
     job TEXT PRIMARY KEY, root TEXT NOT NULL, attempt INTEGER NOT NULL, fence INTEGER NOT NULL,
     lineage TEXT NOT NULL, digests TEXT NOT NULL, finished INTEGER NOT NULL DEFAULT 0,
@@ -316,18 +317,26 @@ class Streams:
 
     def sweep(self, most: int) -> bool:
         """Delete what is past its life, at most so many rows of a kind; whether there may be more."""
+        tokens_left = most
         ended: list[Any] = self._connection.execute(
             "SELECT job FROM heads WHERE expires <= ? LIMIT ?", (self._now_ms, most)
         ).fetchall()
         for (job,) in ended:
-            self._connection.execute("DELETE FROM tokens WHERE job = ?", (job,))
-            self._connection.execute("DELETE FROM heads WHERE job = ?", (job,))
-        full = len(ended) == most
-        for table, key in (("jobs", "job"), ("messages", "number")):
             self._connection.execute(
-                f"DELETE FROM {table} WHERE {key} IN (SELECT {key} FROM {table} WHERE expires <= ? LIMIT ?)",  # noqa: S608
-                (self._now_ms, most),
+                "DELETE FROM tokens WHERE job = ? AND at IN (SELECT at FROM tokens WHERE job = ? LIMIT ?)",
+                (job, job, tokens_left),
             )
+            tokens_left -= self._connection.changes()
+            if tokens_left == 0:
+                break  # there may be more of them: the head stays until they are gone
+            self._connection.execute("DELETE FROM heads WHERE job = ?", (job,))
+        full = tokens_left == 0 or len(ended) == most
+        for table, oldest in (
+            ("jobs", "job IN (SELECT job FROM jobs WHERE expires <= ? LIMIT ?)"),
+            # Messages are in the order of their expiry: only the oldest need to be looked at.
+            ("messages", "expires <= ? AND number IN (SELECT number FROM messages ORDER BY number LIMIT ?)"),
+        ):
+            self._connection.execute(f"DELETE FROM {table} WHERE {oldest}", (self._now_ms, most))  # noqa: S608
             full = full or self._connection.changes() == most
         self._connection.execute("DELETE FROM workers WHERE expires <= ?", (self._now_ms,))
         return full

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any, Final
 
 import msgspec
 import structlog
 from redis.asyncio.connection import ConnectionPool
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
 from arriero.schemas.codec import decode_message
@@ -54,13 +56,17 @@ class Channels:
         self._connection: Any = None
         self._reading: asyncio.Task[None] | None = None
         self._writing = asyncio.Lock()
+        self._unconfirmed: deque[RedisSubscription] = deque()
+        """In the order of the SUBSCRIBE commands sent, which is that of the server's answers."""
+        self._closed = False
 
     async def close(self) -> None:
-        if self._reading is not None:
-            self._reading.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._reading
-        await self._pool.disconnect()
+        self._closed = True
+        async with self._writing:  # so that no connection is being made
+            if self._reading is not None:
+                self._reading.cancel()
+                await asyncio.wait([self._reading])
+            await self._lose("closed")
 
     @contextlib.asynccontextmanager
     async def follow(self, channel: str) -> AsyncIterator[RedisSubscription]:
@@ -82,15 +88,25 @@ class Channels:
 
     async def _subscribe(self, channel: str, subscription: RedisSubscription) -> None:
         async with self._writing:
+            if self._closed:
+                raise BusUnavailable("the token bus is closed")
             if self._connection is None:
                 connection = self._pool.make_connection()
                 await connection.connect()
                 self._connection = connection
                 self._reading = asyncio.create_task(self._read(connection), name="redis channels")
-            followers = self._followers.setdefault(channel, set())
-            followers.add(subscription)
-            # Also when others follow the channel already: the server confirms once more, and nothing is assumed.
-            await self._connection.send_command("SUBSCRIBE", channel)
+            self._followers.setdefault(channel, set()).add(subscription)
+            # Also when others follow the channel already: one of them may be leaving, and its UNSUBSCRIBE on the way.
+            self._unconfirmed.append(subscription)
+            await self._send("SUBSCRIBE", channel)
+
+    async def _send(self, *command: str) -> None:
+        """Under the lock."""
+        if not self._connection.is_connected:
+            # redis-py would connect again by itself, without the subscriptions.
+            raise RedisConnectionError("the connection is closed")
+        async with asyncio.timeout(self._timeout_s):  # for all who wait for the lock
+            await self._connection.send_command(*command)
 
     async def _leave(self, channel: str, subscription: RedisSubscription) -> None:
         followers = self._followers.get(channel)
@@ -103,7 +119,7 @@ class Channels:
         with contextlib.suppress(RedisError, OSError):
             async with self._writing:
                 if self._connection is not None and channel not in self._followers:
-                    await self._connection.send_command("UNSUBSCRIBE", channel)
+                    await self._send("UNSUBSCRIBE", channel)
 
     async def _read(self, connection: Any) -> None:
         """Hand messages out until the connection is lost."""
@@ -117,7 +133,7 @@ class Channels:
                         raise TimeoutError("no answer to PING")
                     asked = True
                     async with self._writing:
-                        await connection.send_command("PING")
+                        await self._send("PING")
                     continue
                 asked = False
                 self._take(reply)
@@ -125,19 +141,25 @@ class Channels:
             reason = str(error) or type(error).__name__
             log.warning("bus_connection_lost", error=reason)
         finally:
-            self._connection, self._reading = None, None
-            followers, self._followers = self._followers, {}
-            for subscriptions in followers.values():
-                for subscription in subscriptions:
-                    subscription.fail(BusUnavailable(f"the connection to Redis was lost: {reason}"))
+            await self._lose(reason)
+
+    async def _lose(self, reason: str) -> None:
+        """Every follower starts over."""
+        connection, self._connection, self._reading = self._connection, None, None
+        followers, self._followers = self._followers, {}
+        self._unconfirmed.clear()
+        for subscriptions in followers.values():
+            for subscription in subscriptions:
+                subscription.fail(BusUnavailable(f"the connection to Redis was lost: {reason}"))
+        if connection is not None:
             await connection.disconnect()
 
     def _take(self, reply: list[Any]) -> None:
         kind, channel = reply[0], reply[1]
         if kind == "subscribe":
-            for subscription in self._followers.get(channel, ()):
-                if not subscription.confirmed.done():
-                    subscription.confirmed.set_result(None)
+            confirmed = self._unconfirmed.popleft().confirmed
+            if not confirmed.done():
+                confirmed.set_result(None)
         elif kind == "message":
             try:
                 message = decode_message(reply[2])
