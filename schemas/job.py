@@ -33,6 +33,7 @@ STOP_MAX_STRINGS: Final = 16
 STOP_MAX_CHARS: Final = 500
 MAX_TOKENS_DEFAULT: Final = 512
 MAX_TOKENS_LIMIT: Final = 1_000_000
+MAX_ATTEMPTS_LIMIT: Final = 100
 LATEST_DEADLINE: Final = 32_503_680_000.0
 """Unix seconds, the year 3000: a later one was meant to be milliseconds."""
 
@@ -101,10 +102,17 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
     metadata: dict[str, Any] = {}
     """The client's own bag; carried, never read."""
     batch: BatchRef | None = None
+    max_attempts: int | None = None
+    """Runs that a transient error may cost before the job is dead-lettered; None leaves it to the fleet."""
 
+    # Set by the fleet.
     attempt: int = 1
     root: str | None = None
     """Origin of the job's first record, when this is a later one (`topic/partition/offset`)."""
+    streamed: int = 0
+    """Tokens that earlier attempts have decoded and streamed: this one goes on after them."""
+    started_ms: int = 0
+    """When the first attempt began, in the time of the events topic: no event of the job that matters is older."""
     replay_of: str | None = None
 
     @property
@@ -162,7 +170,7 @@ def read_job(value: bytes | None) -> Job:
 
 def body_digest(job: Job) -> str:
     """What the client asked for, as 16 hex digits: two records of one id with different digests conflict."""
-    body = msgspec.structs.replace(job, attempt=1, root=None, replay_of=None, priority=None)
+    body = msgspec.structs.replace(job, attempt=1, root=None, streamed=0, started_ms=0, replay_of=None, priority=None)
     return hashlib.blake2b(_encoder.encode(body), digest_size=8).hexdigest()
 
 
@@ -209,6 +217,12 @@ def check_job(job: Job) -> None:
             raise refuse("deadline", "must be a time in Unix seconds")
     if not 1 <= job.attempt <= 1000:
         raise refuse("attempt", "must be between 1 and 1000")
+    if job.max_attempts is not None and not 1 <= job.max_attempts <= MAX_ATTEMPTS_LIMIT:
+        raise refuse("max_attempts", f"must be between 1 and {MAX_ATTEMPTS_LIMIT}")
+    if not 0 <= job.streamed <= MAX_TOKENS_LIMIT:
+        raise refuse("streamed", f"must be between 0 and {MAX_TOKENS_LIMIT:,}")
+    if not 0 <= job.started_ms < LATEST_DEADLINE * 1000:
+        raise refuse("started_ms", "must be a time in Unix milliseconds")
     _check_sampling(job.sampling, refuse)
 
 

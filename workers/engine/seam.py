@@ -66,6 +66,12 @@ class Work(msgspec.Struct, kw_only=True, eq=False):
     """When the job entered the log, on the monotonic clock."""
     deadline: float | None = None
     resume: Sequence[Token] = ()
+    sealed: FinishReason | None = None
+    """`resume` is the whole output, and generation ended for this reason: only its tail is wanted."""
+    alone: bool = False
+    """It may have crashed workers: nothing else is decoded beside it."""
+    label: str = ""
+    """What names its job in a crash report."""
 
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True):
