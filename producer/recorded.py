@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from arriero.schemas.names import Names, parse_job_topic
 from arriero.schemas.state import JobState, fold, queued
 from arriero.transports.log import JobLog, Record
 from arriero.transports.partitioner import partition_of
+from arriero.transports.reading import since, until_now
 
 log = structlog.get_logger(__name__)
 
@@ -46,27 +47,6 @@ def event_of(record: Record, prefix: bytes) -> Event | None:
     except msgspec.MsgspecError:
         log.warning("event_unreadable", partition=record.partition, offset=record.offset)
         return None
-
-
-async def until_now(job_log: JobLog, start: Mapping[tuple[str, int], int]) -> AsyncGenerator[list[Record], None]:
-    """Committed records of these partitions, from these offsets to their present ends."""
-    topics = sorted({topic for topic, _ in start})
-    ends = await job_log.ends(topics)
-    # Of a partition whose last record has expired nothing would ever come.
-    behind = {
-        place for place, at in start.items() if ends[place] > at and await job_log.fetch(*place, [ends[place] - 1])
-    }
-    if not behind:
-        return
-    positions = {place: start.get(place, end) for place, end in ends.items()}
-    async with aclosing(job_log.tail(topics, positions)) as batches:
-        async for batch in batches:
-            yield batch
-            for record in batch:
-                if record.offset >= ends[record.topic, record.partition] - 1:
-                    behind.discard((record.topic, record.partition))
-            if not behind:
-                return
 
 
 async def state_in_log(job_log: JobLog, names: Names, pool: str, job_id: str) -> JobState | None:
@@ -115,22 +95,13 @@ async def search_log(
 ) -> Found:
     """Read events and job topics from a time (Unix seconds) to their present ends, once."""
     found = Found()
-    topics = [events, *job_topics]
-    ends = await job_log.ends(topics)
-    behind = {place for place, end in ends.items() if await _is_since(job_log, place, end - 1, since_s)}
-    if not behind:
-        return found
-    async with aclosing(job_log.tail(topics, since_s)) as batches:
+    async with aclosing(since(job_log, [events, *job_topics], since_s)) as batches:
         async for batch in batches:
             for record in batch:
                 if record.topic == events:
                     _note(found, record, event_of(record, prefix), wanted)
                 elif record.key is not None and record.key.startswith(prefix):
                     found.published |= {record.key.decode(errors="replace")} & wanted
-                if record.offset >= ends[record.topic, record.partition] - 1:
-                    behind.discard((record.topic, record.partition))
-            if not behind:
-                break
     return found
 
 
@@ -139,9 +110,3 @@ def _note(found: Found, record: Record, event: Event | None, wanted: set[str]) -
         found.model = event.model
     elif isinstance(event, Terminal) and event.id in wanted:
         found.places.setdefault(event.id, Place(record.partition, record.offset))
-
-
-async def _is_since(job_log: JobLog, place: tuple[str, int], offset: int, since_s: float) -> bool:
-    """Whether a partition's last record is there, and young enough for a tail from that time to meet it."""
-    last = await job_log.fetch(*place, [offset]) if offset >= 0 else []
-    return bool(last) and last[0].time_ms >= since_s * 1000

@@ -110,6 +110,8 @@ class Progressed(OwnerEvent, frozen=True, kw_only=True, omit_defaults=True, tag=
     lineage: str
     first: int
     tokens: list[Token]
+    digests: str = ""
+    """Of the model and adapter that decoded them."""
 
 
 class Preempted(OwnerEvent, frozen=True, kw_only=True, omit_defaults=True, tag=True):

@@ -30,7 +30,8 @@ class LedgerError(ValueError):
 
 
 class Stamp(msgspec.Struct, frozen=True):
-    """A record of this topic by offset and time: on a topic that was made anew it does not match."""
+    """The furthest record that an owner has read, by offset and time: on a topic that was made anew it does not match,
+    and nothing behind it has ever been started."""
 
     offset: int
     time_ms: int
@@ -92,6 +93,9 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, oldest_start_ms=oldest_start_ms)
 
     def with_stamp(self, stamp: Stamp) -> Ledger:
+        """The ledger with the stamp of the furthest record read: a new owner begins again before it."""
+        if self.stamp is not None and self.stamp.offset >= stamp.offset:
+            return self
         return msgspec.structs.replace(self, stamp=stamp)
 
     def encode(self) -> str:

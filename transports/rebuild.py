@@ -29,7 +29,7 @@ class Rebuild:
         """`first`: the first offset that the partition still holds; nothing before it matters."""
         self.first = first
         self.stop = first
-        """The offset behind the last one that an event settles."""
+        """The offset behind the last one that an event settles or starts."""
         self.fence = 0
         """The highest fence seen."""
         self._settled: dict[int, set[int]] = {}
@@ -41,7 +41,9 @@ class Rebuild:
             self.stop = max(self.stop, offset + 1)
 
     def start(self, offset: int, event_ms: int) -> None:
-        self._started.setdefault(offset, event_ms)
+        if offset >= self.first:
+            self._started.setdefault(offset, event_ms)
+            self.stop = max(self.stop, offset + 1)
 
     def ledger(self, times: Mapping[int, int]) -> Ledger:
         """The ledger, without fence and owner.

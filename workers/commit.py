@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Generic, Protocol, TypeVar
 
 import msgspec
@@ -46,6 +46,7 @@ from arriero.schemas.event import (
 )
 from arriero.schemas.names import Names, parse_job_topic
 from arriero.schemas.state import TERMINAL_STATUS
+from arriero.transports.ledger import Ledger
 from arriero.transports.log import RECORD_MAX_BYTES, Claim, Commit, Outgoing
 from arriero.workers.metrics import WorkerMetrics
 
@@ -89,11 +90,36 @@ class Item(msgspec.Struct, eq=False):
     """A commit with it was refused for a record's size. Now each goes alone, which finds the one."""
 
 
+class Inherited(msgspec.Struct):
+    """What a former owner has left of a partition: records before `stop` may have been begun, none of them earlier than
+    `since_ms`, and `count` of them are still to be read."""
+
+    stop: int = 0
+    since_ms: int = 0
+    count: int = 0
+
+    @staticmethod
+    def of(ledger: Ledger) -> Inherited:
+        if not ledger.oldest_start_ms or ledger.stamp is None:
+            return Inherited()
+        stop = ledger.stamp.offset + 1
+        count = ledger.pending(stop)
+        return Inherited(stop, ledger.oldest_start_ms, count) if count else Inherited()
+
+    def read(self, offset: int) -> int:
+        """A record is read: since when there may be events of it, 0 for one that nobody has begun."""
+        since_ms = self.since_ms if offset < self.stop else 0
+        self.count -= bool(since_ms)
+        if self.count <= 0 or offset >= self.stop:
+            self.since_ms = 0  # all have been read: each is told of by who holds it
+        return since_ms
+
+
 class Pending(Protocol):
     """What a committer knows of a record that is in hand."""
 
-    started_ms: int
-    """0 until it has begun."""
+    since_ms: int
+    """No event of it that matters is older; 0 while there is none."""
 
 
 P = TypeVar("P", bound=Pending)
@@ -110,6 +136,9 @@ class Committer(Generic[P]):
         self.pending: dict[int, P | None] = {}
         """Records read and not settled, by offset; None for those in preparation."""
         self.dropped = False
+        self.inherited = Inherited.of(claim.ledger)
+        self._left_ms = 0
+        """The oldest start among what is left to the next owner."""
         self._names = names
         self._worker = worker
         self._clock = clock
@@ -171,7 +200,9 @@ class Committer(Generic[P]):
 
     def forget(self, offset: int) -> None:
         """A record is left to the next owner."""
-        self.pending.pop(offset, None)
+        held = self.pending.pop(offset, None)
+        if held is not None:
+            self._left_ms = _oldest([self._left_ms, held.since_ms])
         self._change()
 
     async def flush(self) -> None:
@@ -249,10 +280,11 @@ class Committer(Generic[P]):
     async def _commit(self, claim: Claim, records: Sequence[Outgoing]) -> bool | None:
         """Whether it is recorded; None when nobody knows."""
         settled = [item.settles for item in self._in_flight if item.settles is not None]
-        running = [held for offset, held in self.pending.items() if held is not None and offset not in settled]
+        running = [held.since_ms for at, held in self.pending.items() if held is not None and at not in settled]
+        oldest_ms = _oldest([*running, self._left_ms, self.inherited.since_ms])
         began = self._clock.monotonic()
         try:
-            await claim.commit(Commit(records=records, settled=settled, oldest_start_ms=_oldest_start(running)))
+            await claim.commit(Commit(records=records, settled=settled, oldest_start_ms=oldest_ms))
         except RecordTooLarge:
             for item in self._in_flight:
                 if len(self._in_flight) == 1:
@@ -320,6 +352,6 @@ def _without_output(event: Terminal) -> Failed:
     return Failed(**kept, digest=event.digest, usage=event.usage, output=Output(), error=error)
 
 
-def _oldest_start(held: Sequence[Pending]) -> int:
-    """Milliseconds; 0 when nothing has started."""
-    return min((one.started_ms for one in held if one.started_ms), default=0)
+def _oldest(starts: Iterable[int]) -> int:
+    """The earliest of these milliseconds; 0 stands for none."""
+    return min((start for start in starts if start), default=0)

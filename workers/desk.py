@@ -9,7 +9,7 @@ intake ──▶ take ──▶ submit ──▶ engine ──step──▶ on_s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Final, Protocol
 
 import structlog
@@ -115,14 +115,14 @@ class Desk:
         held.committer.pending[held.origin.offset] = held
         self.rooms[held.priority].enter(held.size_bytes)
 
-    def submit(self, held: Held, prompt: Sequence[int]) -> None:
-        """Have it decoded."""
-        held.prompt_tokens = len(prompt)
+    def submit(self, held: Held) -> None:
+        """Have it decoded, from where its tokens end."""
+        held.prompt_tokens = len(held.prompt)
         deadline = held.job.deadline
         self._engine.submit(
             Work(
                 key=held.key,
-                prompt=prompt,
+                prompt=held.prompt,
                 sampling=held.job.sampling,
                 seed=job_seed(held.job),
                 max_tokens=held.job.max_tokens,
@@ -131,6 +131,9 @@ class Desk:
                 tenant=held.job.tenant,
                 arrived=held.arrived,
                 deadline=None if deadline is None else self._clock.monotonic() + deadline - self._clock.time(),
+                resume=tuple(held.tokens),
+                sealed=held.sealed,
+                label=held.label,
             )
         )
 
@@ -216,6 +219,7 @@ class Desk:
             held.committer.add(held.resumed(time_ms), lazy=True)
             return
         held.started_ms, held.admitted = time_ms, now
+        held.since_ms = held.since_ms or time_ms
         self._leave_room(held)
         held.committer.add(held.started(time_ms), lazy=True)
         self._metrics.queue_time[held.priority].observe(max(0.0, now - held.arrived))
@@ -232,6 +236,10 @@ class Desk:
         self.streams.feed(held.stream)
 
     def _ended(self, held: Held, ending: Ending) -> None:
+        if ending.code == "resume_mismatch":
+            log.warning("resume_refused", job_id=held.job.id, tokens=len(held.tokens), reason=ending.error)
+            self._begin_anew(held)
+            return
         log.debug(
             "job_decoded",
             job_id=held.job.id,
@@ -241,6 +249,12 @@ class Desk:
             code=ending.code or None,
         )
         self.settle(held, held.ended(ending, now_ms(self._clock)))
+
+    def _begin_anew(self, held: Held) -> None:
+        """What was adopted from an earlier owner is of no use."""
+        held.sealed, held.checkpointed = None, 0
+        self.streams.restart(held.stream)
+        self.submit(held)
 
     def _leave_room(self, held: Held) -> None:
         if held.waiting:

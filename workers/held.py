@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
@@ -25,7 +26,7 @@ from arriero.schemas.event import (
     Usage,
 )
 from arriero.schemas.job import Job, PriorityClass
-from arriero.schemas.token import Token
+from arriero.schemas.token import FinishReason, Token
 from arriero.workers.commit import Committer
 from arriero.workers.engine.seam import Ending
 from arriero.workers.stream import Stream
@@ -43,7 +44,10 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
     origin: Origin
     priority: PriorityClass
     digest: str
+    """Of its body."""
     model: str
+    digests: str
+    """Of the model and adapter that decode it."""
     arrived: float
     """When the record entered the log."""
     size_bytes: int
@@ -53,6 +57,11 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
     """All decoded so far; the stream looks at the same list."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    prompt: Sequence[int] = ()
+    sealed: FinishReason | None = None
+    """An earlier owner has decoded all of it and did not get to record it."""
+    since_ms: int = 0
+    """No event of it that matters is older, in the time of the events topic; 0 while there is none."""
     waiting: bool = True
     """Counts as read ahead: it has not been seated yet."""
     over: bool = False
@@ -69,6 +78,11 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
         return self.job.root or str(self.origin)
 
     @property
+    def label(self) -> str:
+        """What names it in a crash report: id and origin."""
+        return msgspec.json.encode([self.job.id, *msgspec.structs.astuple(self.origin)]).decode()
+
+    @property
     def usage(self) -> Usage:
         return Usage(
             prompt_tokens=self.prompt_tokens,
@@ -81,7 +95,11 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
 
     def started(self, time_ms: int) -> Started:
         return Started(
-            **self._owner(time_ms), model=self.model, digest=self.digest, prompt_tokens=self.prompt_tokens, from_token=0
+            **self._owner(time_ms),
+            model=self.model,
+            digest=self.digest,
+            prompt_tokens=self.prompt_tokens,
+            from_token=len(self.tokens),
         )
 
     def preempted(self, time_ms: int) -> Preempted:
@@ -96,7 +114,15 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
         while self.checkpointed < len(self.tokens):
             first = self.checkpointed
             tokens = self.tokens[first : first + PROGRESS_MAX_TOKENS]
-            events.append(Progressed(**self._owner(time_ms), lineage=self.stream.lineage, first=first, tokens=tokens))
+            events.append(
+                Progressed(
+                    **self._owner(time_ms),
+                    lineage=self.stream.lineage,
+                    first=first,
+                    tokens=tokens,
+                    digests=self.digests,
+                )
+            )
             self.checkpointed += len(tokens)
         return events
 

@@ -7,6 +7,9 @@
 
 One task a partition. Records are taken in batches, so that one call to the bus serves many; the batch's jobs are
 prepared side by side.
+
+What another owner or an earlier attempt has begun goes on where it was: behind the tokens that the bus holds, or, when
+the bus has forgotten them, behind those that the log has.
 """
 
 from __future__ import annotations
@@ -25,9 +28,10 @@ from arriero.schemas.event import Error
 from arriero.schemas.job import Job
 from arriero.schemas.names import Names, parse_job_topic
 from arriero.schemas.state import JobState
-from arriero.schemas.token import Token
+from arriero.schemas.token import FinishReason, Token
 from arriero.transports.bus import Opened, TokenBus
-from arriero.transports.log import Record
+from arriero.transports.log import JobLog, Record
+from arriero.workers.checkpoints import Checkpoint, Checkpoints
 from arriero.workers.commit import Committer
 from arriero.workers.desk import Desk
 from arriero.workers.door import check_record, duplicate_refused, origin_of, owner_elsewhere, refusal
@@ -38,6 +42,7 @@ log = structlog.get_logger(__name__)
 
 READ_MOST: Final = 64
 """Records of one batch: enough to share a call to the bus, few enough that the first does not wait for the last."""
+CHECKPOINTS_AGAIN_S: Final = 1.0
 
 
 class Intake:
@@ -49,7 +54,9 @@ class Intake:
         *,
         desk: Desk,
         bus: TokenBus,
+        job_log: JobLog,
         prepare: Callable[[Job], Awaitable[list[int]]],
+        digests: str,
         names: Names,
         model_names: Sequence[str],
         clock: Clock,
@@ -59,6 +66,10 @@ class Intake:
         self._desk = desk
         self._bus = bus
         self._prepare = prepare
+        self._digests = digests
+        self._checkpoints = Checkpoints(
+            job_log, names.events, committer.topic, committer.partition, committer.inherited.since_ms
+        )
         self._names = names
         self._model_names = model_names
         self._clock = clock
@@ -80,7 +91,8 @@ class Intake:
             await self._admit(records)
 
     async def _admit(self, records: Sequence[Record]) -> None:
-        """Steps: 1. decode and check 2. the first of its id 3. tokenise 4. open the streams 5. decide and submit."""
+        """Steps: 1. decode and check 2. the first of its id 3. tokenise 4. open the streams 5. ask the log for what the
+        bus has forgotten 6. decide and submit."""
         jobs: list[Held] = []
         for record in records:
             # 1.
@@ -100,22 +112,61 @@ class Intake:
                 event = held.duplicate(self._now_ms(), first_root, first_digest != digest)
                 self._committer.add(event, settles=record.offset)
         # 3.
-        prompts = await asyncio.gather(*(self._tokenise(held) for held in jobs))
-        ready = [(held, prompt) for held, prompt in zip(jobs, prompts, strict=True) if prompt is not None]
+        prepared = await asyncio.gather(*(self._tokenise(held) for held in jobs))
+        ready = [held for held, is_ready in zip(jobs, prepared, strict=True) if is_ready]
         if not ready:
             return
         # 4.
-        answers = await self._desk.streams.open([held.stream for held, _ in ready])
+        answers = await self._desk.streams.open([held.stream for held in ready])
+        # 5.
+        await self._recover(ready, answers)
         states = await self._states(
             held.job.id
-            for (held, _), answer in zip(ready, answers, strict=True)
+            for held, answer in zip(ready, answers, strict=True)
             if answer is not None and answer.code in ("foreign", "finished")
         )
-        # 5.
-        for (held, prompt), answer in zip(ready, answers, strict=True):
-            self._decide(held, prompt, answer, states.get(held.job.id))
+        # 6.
+        for held, answer in zip(ready, answers, strict=True):
+            self._decide(held, answer, states.get(held.job.id))
 
-    def _decide(self, held: Held, prompt: Sequence[int], answer: Opened | None, state: JobState | None) -> None:
+    async def _recover(self, ready: Sequence[Held], answers: list[Opened | None]) -> None:
+        """Open once more, with what the log remembers, the streams of begun jobs that the bus does not have."""
+        lost = [at for at, held in enumerate(ready) if held.stream.taken and _is_lost(answers[at])]
+        if not lost:
+            return
+        found = await self._remembered([ready[at] for at in lost])
+        for at in lost:
+            held = ready[at]
+            checkpoint = found.get(held.root)
+            if checkpoint is None or checkpoint.digests != self._digests:
+                held.stream.begin_anew()
+            else:
+                held.stream.go_on(checkpoint.lineage, checkpoint.tokens)
+                held.checkpointed = len(held.tokens)
+        again = await self._desk.streams.open([ready[at].stream for at in lost])
+        for at, answer in zip(lost, again, strict=True):
+            answers[at] = answer
+            if answer is not None and answer.code == "have":
+                ready[at].checkpointed = 0  # it was not lost after all, and goes further than the log
+
+    async def _remembered(self, lost: Sequence[Held]) -> dict[str, Checkpoint]:
+        """By root, what the log has of these jobs."""
+        retries = [held for held in lost if held.job.attempt > 1]
+        while True:
+            try:
+                found: dict[str, Checkpoint] = {}
+                if len(retries) < len(lost):
+                    found |= await self._checkpoints.of_claim()
+                if retries:
+                    since_ms = min(held.since_ms for held in retries)
+                    found |= await self._checkpoints.of_retries((held.root for held in retries), since_ms)
+            except LogError as error:  # then the claim will end, too, or the log comes back
+                log.info("checkpoints_unreadable", reason=error.code)
+                await asyncio.sleep(CHECKPOINTS_AGAIN_S)
+            else:
+                return found
+
+    def _decide(self, held: Held, answer: Opened | None, state: JobState | None) -> None:
         ended = answer is not None and answer.code == "finished"
         if ended or owner_elsewhere(state, held.root):
             first_root, digest = (state.root, state.digest) if state is not None else ("", "")
@@ -126,14 +177,16 @@ class Intake:
         elif self._is_late(held.job):
             self._desk.settle(held, held.expired(self._now_ms(), "queue"))
         else:
-            self._desk.submit(held, prompt)
+            held.sealed = _sealed(answer)
+            self._desk.submit(held)
 
-    async def _tokenise(self, held: Held) -> list[int] | None:
-        """The prompt as token ids; None when that was the job's end. A job that is too late is not worth it."""
+    async def _tokenise(self, held: Held) -> bool:
+        """Turn the prompt into token ids; False when that was the job's end. A job that is too late is not worth it."""
         if self._is_late(held.job):
-            return []
+            return True
         try:
-            return await self._prepare(held.job)
+            held.prompt = await self._prepare(held.job)
+            return True
         except BadJob as error:
             reason = Error(error.code, error.message, error.field)
             state = (await self._states([held.job.id])).get(held.job.id)
@@ -146,7 +199,7 @@ class Intake:
             code = error.code if isinstance(error, ArrieroError) else "engine_error"
             reason = Error(code, f"the prompt could not be prepared: {type(error).__name__}")
             self._desk.settle(held, held.failed(self._now_ms(), reason))
-        return None
+        return False
 
     async def _refuse(self, record: Record, error: BadJob | Undecodable) -> None:
         """A record that is no acceptable job. Under the id of another job it must not end that one."""
@@ -164,9 +217,11 @@ class Intake:
             if first_root:
                 event = duplicate_refused(record, self._priority, error.job_id, first_root, self._now_ms())
                 self._committer.add(event, settles=record.offset)
+                self._committer.inherited.read(record.offset)
                 return
         ending, copies = refusal(self._names, record, self._priority, error, self._now_ms())
         self._committer.add(ending, settles=record.offset, records=copies)
+        self._committer.inherited.read(record.offset)
 
     async def _states(self, job_ids: Iterable[str]) -> dict[str, JobState]:
         """What is known of these jobs; nothing while the bus is away: a duplicate is then decoded, not recorded."""
@@ -190,6 +245,9 @@ class Intake:
         key, origin = self._desk.next_key(), origin_of(record)
         tokens: list[Token] = []
         waited_s = max(0.0, self._clock.time() - record.time_ms / 1000)
+        since_ms = self._committer.inherited.read(record.offset)
+        if job.streamed:
+            since_ms = job.started_ms
         stream = Stream.begin(
             key=key,
             job_id=job.id,
@@ -197,6 +255,8 @@ class Intake:
             attempt=job.attempt,
             fence=self._committer.fence,
             tokens=tokens,
+            taken=since_ms > 0 or job.streamed > 0,
+            least=job.streamed,
         )
         return Held(
             key=key,
@@ -204,12 +264,14 @@ class Intake:
             origin=origin,
             priority=self._priority,
             digest=digest,
+            digests=self._digests,
             model=job.model or self._model_names[0],
             arrived=self._clock.monotonic() - waited_s,
             size_bytes=len(record.value or b""),
             committer=self._committer,
             stream=stream,
             tokens=tokens,
+            since_ms=since_ms,
         )
 
     def _is_late(self, job: Job) -> bool:
@@ -217,3 +279,19 @@ class Intake:
 
     def _now_ms(self) -> int:
         return now_ms(self._clock)
+
+
+def _is_lost(answer: Opened | None) -> bool:
+    """Whether the bus has nothing of a stream, or cannot be asked."""
+    return answer is None or answer.code == "none"
+
+
+def _sealed(answer: Opened | None) -> FinishReason | None:
+    """Why the generation that was taken over had ended, when it had."""
+    match answer.seal.partition("|")[2] if answer is not None else "":
+        case "stop":
+            return "stop"
+        case "length":
+            return "length"
+        case _:
+            return None

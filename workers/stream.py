@@ -7,6 +7,9 @@ Nothing that decodes waits for the bus. Tokens wait in the job's own list, which
 the bus takes them; a bus that is away is tried again with growing pauses, and streams that it has never seen, or has
 forgotten, are opened as `mine` then. The phases of a stream:
 
+A job that another owner has begun is opened as `take`: what the bus holds of it is adopted, and decoding goes on from
+there. Where the bus has forgotten it the caller is told (`none`), and opens it again with what the log remembers.
+
     new ──open──▶ live ──reopen, a raised fence──▶ lost ──open as mine──▶ live
      │             │ gone                            ▲
      │ no bus      └──▶ unsaved ──checkpointed───────┤
@@ -38,6 +41,8 @@ TOUCH_S: Final = 1.0
 job that waits hears of its cancel."""
 OPEN_PATIENCE_S: Final = 1.0
 """How long a new job waits for a slow bus. After that it is decoded and its stream opened later."""
+TAKE_PATIENCE_S: Final = 5.0
+"""How long one waits that another owner has begun: what the bus holds of it need not be decoded again."""
 OPEN_MAX_STREAMS: Final = 64
 """Streams in one `open` call, and in one `append` call: a call holds the bus up for everybody else."""
 APPEND_MAX_STREAMS: Final = 256
@@ -63,6 +68,10 @@ class Stream(msgspec.Struct, kw_only=True, eq=False):
     lineage: str
     tokens: list[Token]
     """The job's tokens; the decoder appends to the same list."""
+    taken: bool = False
+    """Another owner may have begun it."""
+    least: int = 0
+    """So many tokens at least were streamed by earlier attempts; a bus that holds fewer has forgotten some."""
     sent: int = 0
     """How many of them the bus holds."""
     seal: str = ""
@@ -73,8 +82,18 @@ class Stream(msgspec.Struct, kw_only=True, eq=False):
     """When the bus last answered for it, monotonic."""
 
     @staticmethod
-    def begin(*, key: int, job_id: str, root: str, attempt: int, fence: int, tokens: list[Token]) -> Stream:
-        """A stream that is decoded from its start."""
+    def begin(
+        *,
+        key: int,
+        job_id: str,
+        root: str,
+        attempt: int,
+        fence: int,
+        tokens: list[Token],
+        taken: bool = False,
+        least: int = 0,
+    ) -> Stream:
+        """A stream as long as nothing is known of it."""
         epoch = epoch_of(attempt, fence)
         return Stream(
             key=key,
@@ -85,7 +104,21 @@ class Stream(msgspec.Struct, kw_only=True, eq=False):
             epoch=epoch,
             lineage=extended("", epoch, 0),
             tokens=tokens,
+            taken=taken,
+            least=least,
         )
+
+    def go_on(self, lineage: str, tokens: Sequence[Token]) -> None:
+        """Decoding goes on after these tokens of earlier owners."""
+        self.tokens[:] = tokens
+        self.lineage = extended(lineage, self.epoch, len(tokens))
+        self.taken = False
+
+    def begin_anew(self) -> None:
+        """It is decoded from its start after all."""
+        self.tokens.clear()
+        self.lineage, self.sent, self.seal = extended("", self.epoch, 0), 0, ""
+        self.taken = False
 
 
 class Streams:
@@ -129,8 +162,9 @@ class Streams:
         """Take hold of new streams, at least one. None stands for a bus that is away or slow: such a stream is opened
         when it is back.
 
-        `fresh` and `have` are ours and empty. For `foreign` and `finished` the caller decides; the stream is
-        `unseen`, as with `fenced`.
+        `fresh` and `have` are ours, with the tokens that they hold now; `seal` is that of a whole generation. Of one
+        that may have been another's, after `none` and after None, the caller looks into the log, and opens it again as
+        not `taken`. For `foreign` and `finished` the caller decides; the stream is `unseen`, as with `fenced`.
         """
         for stream in streams:
             self._streams[stream.key] = stream
@@ -144,7 +178,8 @@ class Streams:
         ]
         self._opening += waits
         self._opening_wake.set()
-        await asyncio.wait([future for _, future in waits], timeout=OPEN_PATIENCE_S)
+        patience_s = TAKE_PATIENCE_S if any(stream.taken for stream in streams) else OPEN_PATIENCE_S
+        await asyncio.wait([future for _, future in waits], timeout=patience_s)
         for stream, future in waits:
             if not future.done():
                 future.set_result(None)
@@ -172,6 +207,13 @@ class Streams:
         stream.phase = "unseen"
         self._streams.pop(stream.key, None)
         self._dirty.pop(stream.key, None)
+
+    def restart(self, stream: Stream) -> None:
+        """What was adopted is of no use: it is decoded from its start, and readers are reset to there."""
+        stream.begin_anew()
+        if stream.phase == "live":
+            stream.phase = "lost"
+            self.feed(stream)
 
     def adopt(self, stream: Stream, fence: int) -> None:
         """The claim has been fenced anew and nobody owned it in between: the epoch stays, the fence is raised."""
@@ -209,37 +251,58 @@ class Streams:
                             self._open_later(stream)
 
     async def _open_some(self, some: Sequence[tuple[Stream, asyncio.Future[Opened | None]]]) -> None:
-        """Steps: 1. start 2. cut to nothing what another owner has left: this run begins anew."""
+        """Steps: 1. take or start 2. adopt what another owner has left 3. cut it to nothing where it is of no use:
+        another model's, or damaged."""
         # 1.
-        answers = await self._bus.open([self._request(stream, "start") for stream, _ in some])
-        left = []
+        requests = [self._request(stream, "take" if stream.taken else "start") for stream, _ in some]
+        answers = await self._bus.open(requests)
+        useless = []
         for (stream, future), answer in zip(some, answers, strict=True):
-            if answer.code == "have" and (answer.lineage != stream.lineage or answer.tokens):
-                left.append((stream, future))
-            else:
-                self._opened(stream, future, answer)
-        # 2. Not those whose job has stopped waiting: their tokens may be there by now.
-        left = [(stream, future) for stream, future in left if stream.phase == "new"]
-        if left:
-            answers = await self._bus.open([self._request(stream, "restart") for stream, _ in left])
-            for (stream, future), answer in zip(left, answers, strict=True):
+            # 2. Not for those whose job has stopped waiting: tokens of its own may be there by now.
+            if answer.code == "have" and not future.done():
+                tokens = self._usable(stream, answer)
+                if tokens is None:
+                    useless.append((stream, future))
+                    continue
+                stream.go_on(answer.lineage, tokens)
+                if answer.seal and answer.seal.partition("|")[0] != str(len(tokens)):
+                    answer = msgspec.structs.replace(answer, seal="")
+            self._opened(stream, future, answer)
+        # 3.
+        if useless:
+            for stream, _ in useless:
+                stream.begin_anew()
+            answers = await self._bus.open([self._request(stream, "restart") for stream, _ in useless])
+            for (stream, future), answer in zip(useless, answers, strict=True):
                 self._opened(stream, future, answer)
 
+    def _usable(self, stream: Stream, answer: Opened) -> list[Token] | None:
+        """The tokens to go on after; None when they are of no use."""
+        if answer.digests != self._digests:
+            log.info("stream_of_another_model", job_id=stream.job_id, count=len(answer.tokens))
+            return None
+        try:
+            return [Token.from_bus(element) for element in answer.tokens]
+        except ValueError:
+            log.warning("stream_damaged", job_id=stream.job_id, count=len(answer.tokens))
+            return None
+
     def _opened(self, stream: Stream, future: asyncio.Future[Opened | None], answer: Opened) -> None:
-        if stream.phase == "new":
+        if stream.phase == "new" and answer.code != "none" and not future.done():
             stream.phase = "live" if answer.code in ("fresh", "have") else "unseen"
-            stream.heard = self._clock.monotonic()
+            stream.sent, stream.heard = len(stream.tokens), self._clock.monotonic()
             if stream.phase == "unseen":
                 self.drop(stream)
         if not future.done():
             future.set_result(answer)
 
     def _open_later(self, stream: Stream) -> None:
-        if stream.phase == "new":
+        """Those that may have been another's wait for what the log knows of them, or readers were reset to nothing."""
+        if stream.phase == "new" and not stream.taken:
             stream.phase = "lost"
             self.feed(stream)
 
-    def _request(self, stream: Stream, mode: Literal["start", "restart", "mine"]) -> OpenRequest:
+    def _request(self, stream: Stream, mode: Literal["start", "take", "restart", "mine"]) -> OpenRequest:
         return OpenRequest(
             job_id=stream.job_id,
             root=stream.root,
@@ -247,8 +310,9 @@ class Streams:
             fence=stream.fence,
             epoch=stream.epoch,
             mode=mode,
+            least=stream.least if mode == "take" else 0,
             lineage=stream.lineage,
-            tokens=[token.on_bus() for token in stream.tokens] if mode == "mine" else (),
+            tokens=[token.on_bus() for token in stream.tokens] if mode in ("mine", "start") else (),
             digests=self._digests,
         )
 

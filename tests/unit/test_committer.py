@@ -239,8 +239,8 @@ async def test_a_checkpoint_that_the_log_refuses_is_left_out(committer: Committe
 
 async def test_the_ledger_is_told_the_oldest_start_of_what_goes_on(committer: Committer, claim: ScriptedClaim) -> None:
     class Running:
-        def __init__(self, started_ms: int) -> None:
-            self.started_ms = started_ms
+        def __init__(self, since_ms: int) -> None:
+            self.since_ms = since_ms
 
     committer.pending = {0: Running(50), 1: Running(70), 2: Running(0), 3: None}  # type: ignore[dict-item]
     committer.add(started(1))

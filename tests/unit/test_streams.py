@@ -179,16 +179,78 @@ async def test_a_seal_without_new_tokens_is_still_said(setup: Setup) -> None:
     assert (request.first, list(request.tokens), request.seal) == (1, [], "1|stop")
 
 
-async def test_another_owners_tokens_are_cut_away(setup: Setup) -> None:
+async def test_decoding_goes_on_after_another_owners_tokens(setup: Setup) -> None:
+    tokens = ["7|a", "8|b"]
+    setup.bus.open_answers["j1"] = [Opened(code="have", lineage="1.3@0,1.9@2", tokens=tokens, digests="m")]
+    (stream,) = await setup.opened(1)
+    assert stream.tokens == [Token(7, "a"), Token(8, "b")]
+    assert stream.lineage == "1.3@0,1.9@2"
+    setup.decode(stream)
+    await setup.bus.until(lambda: setup.bus.appends)
+    assert (setup.bus.appends[0][0].first, list(setup.bus.appends[0][0].tokens)) == (2, ["2|x"])
+
+
+@pytest.mark.parametrize(("digests", "token"), [("another", "7|a"), ("m", "no token"), ("m", "x|a")])
+async def test_tokens_of_another_model_or_damaged_ones_are_cut_away(setup: Setup, digests: str, token: str) -> None:
     setup.bus.open_answers["j1"] = [
-        Opened(code="have", lineage="1.3@0,1.9@2", tokens=["7|a", "8|b"]),
-        Opened(code="have", lineage="1.9@0"),
+        Opened(code="have", lineage="1.3@0,1.9@1", tokens=[token], digests=digests),
+        Opened(code="have", lineage="1.9@0", digests="m"),
     ]
     (stream,) = await setup.opened(1)
     assert [requests[0].mode for requests in setup.bus.opens] == ["start", "restart"]
+    assert (stream.tokens, stream.lineage) == ([], "1.9@0")
     setup.decode(stream)
     await setup.bus.until(lambda: setup.bus.appends)
     assert setup.bus.appends[0][0].first == 0
+
+
+@pytest.mark.parametrize(("seal", "kept"), [("1|stop", "1|stop"), ("2|stop", "")])
+async def test_a_seal_counts_only_with_all_its_tokens(setup: Setup, seal: str, kept: str) -> None:
+    setup.bus.open_answers["j1"] = [Opened(code="have", lineage="1.3@0,1.9@1", tokens=["7|a"], digests="m", seal=seal)]
+    (answer,) = await setup.streams.open([setup.stream(1)])
+    assert answer is not None
+    assert answer.seal == kept
+
+
+async def test_what_the_bus_has_forgotten_is_opened_again_with_what_the_log_has(setup: Setup) -> None:
+    setup.bus.open_answers["j1"] = [Opened(code="none")]
+    stream = setup.stream(1)
+    stream.taken, stream.least = True, 3
+    (answer,) = await setup.streams.open([stream])
+    assert answer is not None
+    assert answer.code == "none"
+    stream.go_on("1.3@0", [Token(7, "a")])
+    await setup.streams.open([stream])
+    take, start = (requests[0] for requests in setup.bus.opens)
+    assert (take.mode, take.least, list(take.tokens)) == ("take", 3, [])
+    assert (start.mode, start.least, list(start.tokens), start.lineage) == ("start", 0, ["7|a"], "1.3@0,1.9@1")
+    setup.decode(stream)
+    await setup.bus.until(lambda: setup.bus.appends)
+    assert setup.bus.appends[0][0].first == 1
+
+
+async def test_a_taken_stream_is_not_opened_empty_while_nobody_has_asked_the_log(setup: Setup) -> None:
+    setup.bus.away = True
+    stream = setup.stream(1)
+    stream.taken = True
+    assert await setup.streams.open([stream]) == [None]
+    setup.bus.away = False
+    (other,) = await setup.opened(2)
+    setup.decode(other)
+    await setup.bus.until(lambda: setup.bus.appends)
+    assert all(request.job_id == "j2" for requests in setup.bus.opens for request in requests)
+    stream.go_on("1.3@0", [Token(7, "a")])
+    await setup.streams.open([stream])
+    assert list(setup.bus.opens[-1][0].tokens) == ["7|a"]
+
+
+async def test_a_stream_that_begins_anew_resets_its_readers(setup: Setup) -> None:
+    setup.bus.open_answers["j1"] = [Opened(code="have", lineage="1.3@0,1.9@1", tokens=["7|a"], digests="m")]
+    (stream,) = await setup.opened(1)
+    setup.streams.restart(stream)
+    await setup.bus.until(lambda: len(setup.bus.opens) == 2)
+    request = setup.bus.opens[1][0]
+    assert (request.mode, request.lineage, list(request.tokens)) == ("mine", "1.9@0", [])
 
 
 async def test_a_lost_reply_costs_nothing(setup: Setup) -> None:

@@ -32,12 +32,14 @@ class SequenceText:
             return text
         return self._match(text)
 
-    def replay(self, tokens: Iterable[bytes]) -> None:
-        """Take in tokens whose pieces are known already, up to the end of a stop string."""
+    def replay(self, tokens: Iterable[bytes]) -> list[str]:
+        """Take in tokens that were decoded before; their pieces, up to the end of a stop string."""
+        pieces: list[str] = []
         for data in tokens:
             if self.stopped:
-                return
-            self.push(data)
+                break
+            pieces.append(self.push(data))
+        return pieces
 
     def tail(self) -> str:
         """What is still held back: half a character shows as U+FFFD, a stop string's beginning as it is."""

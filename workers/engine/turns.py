@@ -57,19 +57,30 @@ class Turns:
     def submit(self, work: Work) -> None:
         sequence = self._sequences[work.key] = _Sequence(SequenceText(work.stop))
         try:
-            if work.resume:
-                sequence.text.replay(self._backend.piece(token.id) for token in work.resume)
-                if sequence.text.stopped:
-                    self._close(work.key, "finished", reason="stop")
-                    return
-                if len(work.resume) >= self._limits.output_tokens(work) > 0:
-                    self._close(work.key, "finished", reason="length")
-                    return
+            if (work.resume or work.sealed) and self._replay(work, sequence.text):
+                return
             self._scheduler.add(work)
         except ArrieroError as error:
             self._fail(work.key, error, "queue")
         except Exception as error:
             self._fail(work.key, _engine_error(error), "queue")
+
+    def _replay(self, work: Work, text: SequenceText) -> bool:
+        """Take in what an earlier owner has decoded; whether the sequence is over with that.
+
+        Raises EngineError(resume_mismatch) when these tokens cannot have been decoded for this job.
+        """
+        ids = [token.id for token in work.resume]
+        if not all(0 <= one < self._backend.info.n_vocab and not self._backend.is_end(one) for one in ids):
+            raise EngineError("the resumed tokens are not of this vocabulary", code="resume_mismatch")
+        if text.replay(map(self._backend.piece, ids)) != [token.piece for token in work.resume]:
+            raise EngineError("the resumed tokens do not spell the streamed text", code="resume_mismatch")
+        reason: FinishReason | None = "stop" if text.stopped else work.sealed
+        if reason is None and len(ids) >= self._limits.output_tokens(work) > 0:
+            reason = "length"
+        if reason is not None:
+            self._close(work.key, "finished", reason=reason)
+        return reason is not None
 
     def cancel(self, key: int) -> None:
         self._scheduler.cancel(key)
