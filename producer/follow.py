@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Final
 
 import msgspec
+import structlog
 
 from arriero.schemas.codec import decode_end
 from arriero.schemas.errors import BusUnavailable, JobNotFound
@@ -24,6 +25,8 @@ from arriero.transports.bus import Position, Subscription, TokenBus, View
 SILENCE_S: Final = 3.0
 """After so long without a message the stream is read: a lost message, or a bus emptied unnoticed, costs no more."""
 STALE_S: Final = 0.25
+log = structlog.get_logger(__name__)
+
 BACKOFF_FIRST_S: Final = 0.1
 BACKOFF_MAX_S: Final = 2.0
 START: Final = Position()
@@ -100,7 +103,8 @@ class Reader:
             fits = message.root == self._root and message.epoch == lineages.last_epoch(self._lineage)
             if not fits or message.first > self._count:
                 return None
-            return self._show([Token.from_bus(element) for element in message.tokens[self._count - message.first :]])
+            tokens = _tokens(message.tokens[self._count - message.first :])
+            return None if tokens is None else self._show(tokens)
         if isinstance(message, End):
             if (message.root, message.lineage, message.count) != (self._root, self._lineage, self._count):
                 return None
@@ -117,9 +121,13 @@ class Reader:
             return None  # it has ended, and this stream is another run's, or a torso
         if end is not None and view.start + len(view.tokens) < end.count:
             return None  # its tokens were lost
+        tokens = _tokens(view.tokens)
+        if tokens is None:
+            self._known = False
+            return None if view.terminal else []
         items = self._cut(view.start)
         self._root, self._lineage, self._known = view.root, view.lineage, True
-        items += self._show([Token.from_bus(element) for element in view.tokens])
+        items += self._show(tokens)
         return items if end is None else [*items, Ended(end)]
 
     def take_result(self, event: Terminal) -> list[Item]:
@@ -144,6 +152,15 @@ class Reader:
             self._epoch = lineages.epoch_at(self._lineage, self._count - 1)
         shown = tokens[max(0, self._hidden - first) :]
         return [Tokens(self._count - len(shown), list(shown))] if shown else []
+
+
+def _tokens(elements: Sequence[str]) -> list[Token] | None:
+    """None where somebody has written into the stream: the result is waited for."""
+    try:
+        return [Token.from_bus(element) for element in elements]
+    except ValueError:
+        log.warning("stream_damaged", count=len(elements))
+        return None
 
 
 async def follow(

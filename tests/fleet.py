@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import apsw
@@ -24,6 +26,7 @@ from arriero.transports.log import JobLog, Outgoing, Placed, TopicSpec
 from arriero.transports.redis.bus import RedisBus
 from arriero.workers.engine.echo import EchoBackend
 from arriero.workers.engine.runner import EngineRunner
+from arriero.workers.engine.seam import Backend
 from arriero.workers.projector import Projector
 from arriero.workers.worker import Worker, WorkerSettings
 
@@ -85,13 +88,14 @@ class Fleet:
         bus: TokenBus | None = None,
         log: JobLog | None = None,
         settings: WorkerSettings | None = None,
+        load: Callable[[], Backend] | None = None,
         **echo: float,
     ) -> Worker:
         backend = EchoBackend(**echo)  # type: ignore[arg-type]
         return Worker(
             log or self.log,
             bus or self.bus,
-            lambda on_step: EngineRunner(lambda: backend, on_step, self.clock, prepare_threads=0),
+            lambda on_step: EngineRunner(load or (lambda: backend), on_step, self.clock, prepare_threads=0),
             names=self.names,
             pool=POOL,
             name=name,
@@ -222,6 +226,29 @@ async def empty(bus: TokenBus, names: Names) -> None:
         found = [key async for key in bus._redis.scan_iter(f"{names.namespace}:*")]
         if found:
             await bus._redis.delete(*found)
+
+
+@asynccontextmanager
+async def process(
+    fleet: Fleet, name: str, *, step_s: float, model: str = "echo"
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A worker in a process of its own; killed at the end."""
+    where = fleet.endpoints
+    started = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(Path(__file__).with_name("fleet_process.py")),
+        fleet.names.namespace,
+        name,
+        str(step_s),
+        model,
+        *([str(where.data)] if where.embedded else [str(where.kafka), str(where.redis)]),
+    )
+    try:
+        yield started
+    finally:
+        with suppress(ProcessLookupError):
+            started.kill()
+        await started.wait()
 
 
 async def _end(task: asyncio.Task[None]) -> None:
