@@ -1,8 +1,8 @@
 """`arriero bench queue`: what the queue can do when the work is nothing, against Celery doing the same nothing.
 
-A side publishes all jobs, then one worker process works them off; Arriero's on Kafka and on the embedded files, Celery's
-on the same Redis, acknowledging late. The sides take turns, so that a machine whose speed drifts slows all; the median
-of the rounds' ratios is what counts.
+A side publishes all jobs, then one worker process works them off; Arriero's on Kafka and on the embedded files,
+Celery's on the same Redis, acknowledging late. The sides take turns, so that a machine whose speed drifts slows all;
+the median of the rounds' ratios is what counts.
 
     published   from the first call to the last acknowledgement: both are durable as their brokers are set
     done        from the first recorded result to the last
@@ -74,9 +74,8 @@ class QueueBench(msgspec.Struct, kw_only=True):
 
     def ratio(self, side: str, what: Callable[[Rates], float]) -> list[float]:
         """Of each round, this side against Celery."""
-        return [
-            what(ours) / what(theirs) for ours, theirs in zip(self.rounds[side], self.rounds["celery"], strict=True)
-        ]
+        pairs = zip(self.rounds[side], self.rounds["celery"], strict=True)
+        return [what(ours) / what(theirs) for ours, theirs in pairs]
 
 
 def run_queue_bench(options: QueueBenchOptions, *, kafka: str, redis: str, console: Console) -> QueueBench:
@@ -115,8 +114,8 @@ def print_queue_bench(result: QueueBench, console: Console) -> None:
     console.print(table)
     steady = Table("done to recorded, ms", "p50", "p95", "p99", "highest")
     for side, spread in result.recorded.items():
-        values = (spread.p50, spread.p95, spread.p99, spread.highest)
-        steady.add_row(side, *(f"{value * 1000:,.1f}" for value in values))
+        moments = (spread.p50, spread.p95, spread.p99, spread.highest)
+        steady.add_row(side, *(f"{moment * 1000:,.1f}" for moment in moments))
     console.print(steady)
 
 
@@ -206,7 +205,8 @@ async def _worker(settings: Settings) -> AsyncIterator[None]:
     running = asyncio.create_task(
         stack.run_roles(settings, ("worker",), log_folder=True, beside=beside), name="bench worker"
     )
-    await asyncio.wait([running, ready], return_when=asyncio.FIRST_COMPLETED)
+    waits: list[asyncio.Future[Any]] = [running, ready]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     if running.done():
         running.result()
         raise KeyboardInterrupt
@@ -301,7 +301,7 @@ async def _celery_worker(environment: dict[str, str], folder: Path) -> AsyncIter
             await process.wait()
 
 
-async def _celery_done(recorded: Redis[Any], count: int) -> float:
+async def _celery_done(recorded: Redis, count: int) -> float:
     clock = SystemClock()
     first, at_first = 0.0, 0
     while (found := await recorded.dbsize()) < count:
