@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Awaitable, Callable
 from typing import Final
@@ -17,6 +18,7 @@ from arriero.ops.settings import Settings, from_json, to_json
 from arriero.ops.signals import StopRequest, stop_signals
 from arriero.ops.supervisor import KILL_AFTER_S, ChildSpec, Report
 from arriero.schemas.errors import ArrieroError
+from arriero.transports import failpoints
 
 Role = Callable[[Settings, wiring.Ready, StopRequest], Awaitable[None]]
 ROLES: Final[dict[str, Role]] = {
@@ -25,6 +27,9 @@ ROLES: Final[dict[str, Role]] = {
     "gateway": wiring.run_gateway,
 }
 SETTINGS_VARIABLE: Final = "ARRIERO_CHILD_SETTINGS"
+
+FAILPOINTS_VARIABLE: Final = "ARRIERO_FAILPOINTS"
+"""For crash tests: `NAME:COUNT,...` kills this child when it reaches one of these points for the COUNT-th time."""
 
 log = structlog.get_logger(__name__)
 
@@ -44,6 +49,7 @@ def main(arguments: list[str]) -> int:
     (role,) = arguments
     settings = from_json(os.environ.pop(SETTINGS_VARIABLE))
     configure(as_json=settings.log_json, debug=settings.debug)
+    _arm(os.environ.pop(FAILPOINTS_VARIABLE, ""))
     life = _Life(role, settings)
     try:
         asyncio.run(life.run())
@@ -56,6 +62,16 @@ def main(arguments: list[str]) -> int:
         log.error("died", role=role, exc_info=True)
         return 1
     return 0
+
+
+def _arm(text: str) -> None:
+    def strike(point: str) -> None:
+        log.warning("failpoint", point=point)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if text:
+        points = (item.partition(":") for item in text.split(","))
+        failpoints.arm({name: int(count or 1) for name, _, count in points}, strike)
 
 
 class _Life:

@@ -46,6 +46,7 @@ from arriero.schemas.event import (
 )
 from arriero.schemas.names import Names, parse_job_topic
 from arriero.schemas.state import TERMINAL_STATUS
+from arriero.transports.failpoints import reach
 from arriero.transports.ledger import Ledger
 from arriero.transports.log import RECORD_MAX_BYTES, Claim, Commit, Outgoing
 from arriero.workers.metrics import WorkerMetrics
@@ -236,6 +237,7 @@ class Committer(Generic[P]):
                 recorded = self._is_recorded(await self.claim())
             # 5.
             if recorded:
+                reach("committer.recorded")
                 self._finish()
             else:
                 self._queue.extendleft(reversed(self._in_flight))

@@ -30,6 +30,7 @@ from arriero.schemas.names import Names, parse_job_topic
 from arriero.schemas.state import JobState
 from arriero.schemas.token import FinishReason, Token
 from arriero.transports.bus import Opened, TokenBus
+from arriero.transports.failpoints import reach
 from arriero.transports.log import JobLog, Record
 from arriero.workers.checkpoints import Checkpoint, Checkpoints
 from arriero.workers.commit import Committer
@@ -86,6 +87,7 @@ class Intake:
                 self._committer.doubt(claim)
                 continue
             # After a doubt what is in hand is read again.
+            reach("intake.read")
             records = [record for record in records if record.offset not in self._committer.pending]
             self._committer.pending |= dict.fromkeys((record.offset for record in records), None)
             await self._admit(records)
@@ -111,6 +113,7 @@ class Intake:
                 first_root, first_digest = first
                 event = held.duplicate(self._now_ms(), first_root, first_digest != digest)
                 self._committer.add(event, settles=record.offset)
+        reach("intake.held")
         # 3.
         prepared = await asyncio.gather(*(self._tokenise(held) for held in jobs))
         ready = [held for held, is_ready in zip(jobs, prepared, strict=True) if is_ready]
@@ -118,6 +121,7 @@ class Intake:
             return
         # 4.
         answers = await self._desk.streams.open([held.stream for held in ready])
+        reach("intake.opened")
         # 5.
         await self._recover(ready, answers)
         states = await self._states(
@@ -128,6 +132,7 @@ class Intake:
         # 6.
         for held, answer in zip(ready, answers, strict=True):
             self._decide(held, answer, states.get(held.job.id))
+        reach("intake.submitted")
 
     async def _recover(self, ready: Sequence[Held], answers: list[Opened | None]) -> None:
         """Open once more, with what the log remembers, the streams of begun jobs that the bus does not have."""

@@ -38,6 +38,7 @@ from arriero.schemas.job import read_job
 from arriero.schemas.names import Names, parse_job_topic
 from arriero.schemas.state import JobState, fold, queued, stream_end
 from arriero.transports.bus import FinishRequest, StateWrite, TokenBus
+from arriero.transports.failpoints import reach
 from arriero.transports.log import JobLog, Record
 from arriero.workers.door import origin_of
 from arriero.workers.metrics import ProjectorMetrics
@@ -226,8 +227,10 @@ class Projector:
                     self._metrics.late_terminals.inc()
         # 4.
         await self._finish(ended)
+        reach("projector.finished")
         # 5.
         await self._bus.put_states([_write(state) for state in states.values() if state is not None])
+        reach("projector.projected")
         now = self._clock.time()
         for record, _ in events:
             self._metrics.lag.observe(max(0.0, now - record.time_ms / 1000))

@@ -31,6 +31,7 @@ from arriero.schemas.clock import Clock
 from arriero.schemas.errors import BusUnavailable
 from arriero.schemas.token import Token
 from arriero.transports.bus import APPEND_MAX_TOKENS, Appended, AppendRequest, Opened, OpenRequest, TokenBus
+from arriero.transports.failpoints import reach
 from arriero.transports.lineage import epoch_of, extended
 from arriero.workers.metrics import WorkerMetrics
 
@@ -373,6 +374,7 @@ class Streams:
             self._since = since
             self._dirty |= {stream.key: stream for stream, _ in requests if stream.phase != "unseen"}
             raise
+        reach("stream.appended")
         self._metrics.bus_lag.observe(self._clock.monotonic() - since if since else 0.0)
         for (stream, request), answer in zip(requests, answers, strict=True):
             if stream.phase == "live" and stream.fence == request.fence:

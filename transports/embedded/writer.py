@@ -15,6 +15,7 @@ import apsw
 import structlog
 
 from arriero.transports.embedded.shared import FileLock, SharedFile
+from arriero.transports.failpoints import reach
 
 BATCH_MAX: Final = 1_000
 """Works in one transaction: bounds how long other processes wait for it."""
@@ -159,7 +160,9 @@ class Writer:
             for job in batch:
                 if self._do(job):
                     rings.update(dict.fromkeys(job.rings))
+            reach("write.done")
             self._connection.execute("COMMIT")
+            reach("write.committed")
         except apsw.Error:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")

@@ -13,6 +13,7 @@ from aiokafka.structs import OffsetAndMetadata
 
 from arriero.schemas.clock import Clock, now_ms
 from arriero.schemas.errors import LogUnavailable, RecordTooLarge
+from arriero.transports.failpoints import reach
 from arriero.transports.kafka.closing import close_producer
 from arriero.transports.kafka.connection import Connection, Place, connect, translate
 from arriero.transports.ledger import Ledger
@@ -96,6 +97,7 @@ class PartitionProducer:
         try:
             async with asyncio.timeout(COMMIT_S):
                 await producer.begin_transaction()  # 1
+                reach("commit.begun")
                 time_ms = now_ms(self._clock)
                 sent: list[asyncio.Future[Any]] = []
                 for record in records:  # 2
@@ -111,10 +113,14 @@ class PartitionProducer:
                     name="kafka-send-offset",
                 )
                 offset.add_done_callback(_hear)
+                reach("commit.sent")
                 for future in sent:  # 3
                     await future
+                reach("commit.acknowledged")
                 await offset  # 4
+                reach("commit.offset")
                 await producer.commit_transaction()  # 5
+                reach("commit.committed")
         except TimeoutError as error:
             raise LogUnavailable(f"a commit of {self._where} took over {COMMIT_S:.0f} s") from error
         except Exception as error:

@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 import structlog
 
 from arriero.schemas.clock import Clock, now_ms
+from arriero.transports.failpoints import reach
 from arriero.transports.kafka.connection import EARLIEST, LATEST, Connection, Place
 from arriero.transports.kafka.producing import PartitionProducer
 from arriero.transports.kafka.rebuilding import Rebuilder
@@ -48,18 +49,22 @@ class Taker:
         producer = PartitionProducer(self._connection, self._group, place, self._clock)
         async with self._opening:
             await producer.open()  # 1
+        reach("take.fenced")
         try:
             found = (await self._connection.committed(self._group, [place])).get(place)  # 2
             first = (await self._connection.offsets([place], EARLIEST, committed=False))[place]
             stop = (await self._connection.offsets([place], LATEST, committed=False))[place]
             ledger = await self._accept(place, found, first, stop)
+            reach("take.read")
             seen_fence = 0
             if ledger is None:
                 ledger, seen_fence = await self._rebuilder.rebuild(place, first, stop)  # 3
+                reach("take.rebuilt")
             elif ledger.offset < first:
                 ledger = self._cover_lost(place, ledger, first)
             raised = ledger.raised(now_ms(self._clock), self._owner, seen_fence)
             await producer.transact((), raised)  # 4
+            reach("take.taken")
         except BaseException:
             await producer.close()
             raise
