@@ -6,7 +6,8 @@
     batch.py      batch
     models.py     models list, fetch, inspect
     operate.py    replay, demo
-    bench.py      bench engine, fleet
+    bench.py      bench engine, fleet, queue
+    chaos.py      chaos run, report
     options.py    flags that several of them share
 """
 
@@ -36,7 +37,8 @@ COMMANDS: Final = {
     "gateway": ("serve", "Run the HTTP gateway."),
     "replay": ("operate", "Rebuild all job states from the log."),
     "demo": ("operate", "Watch a handful of prompts go through a stack of their own."),
-    "bench": ("bench", "Measure the engine, or the whole fleet."),
+    "bench": ("bench", "Measure the engine, the whole fleet, or the queue."),
+    "chaos": ("chaos", "Break a fleet on purpose, and count what that costs."),
 }
 
 

@@ -27,9 +27,9 @@ _SETTINGS: Final = """\
 process.roles=broker,controller
 node.id=1
 controller.quorum.voters=1@127.0.0.1:{controller_port}
-listeners=PLAINTEXT://127.0.0.1:{port},CONTROLLER://127.0.0.1:{controller_port}
-advertised.listeners=PLAINTEXT://127.0.0.1:{port}
-listener.security.protocol.map=PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT
+listeners=PLAINTEXT://127.0.0.1:{port},CONTROLLER://127.0.0.1:{controller_port}{proxied}
+advertised.listeners=PLAINTEXT://127.0.0.1:{port}{advertised}
+listener.security.protocol.map=PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT,PROXIED:PLAINTEXT
 controller.listener.names=CONTROLLER
 log.dirs={data}
 num.partitions=1
@@ -80,12 +80,19 @@ def kafka_jars(cache: Path) -> Path:
 class Broker:
     """One node over one folder. It keeps its port and its records across `kill` and `launch`."""
 
-    def __init__(self, folder: Path, jars: Path) -> None:
+    def __init__(self, folder: Path, jars: Path, *, proxied: bool = False) -> None:
+        """proxied: listen on `proxied_port` too, and send its clients on to `proxy_port`, where a proxy should be."""
         self._folder = folder
         self._settings = folder / "server.properties"
-        self.port, controller_port = free_ports(2)
+        self.port, controller_port, self.proxied_port, self.proxy_port = free_ports(4)
         self._data = folder / "data"
-        self._text = _SETTINGS.format(port=self.port, controller_port=controller_port, data=self._data)
+        self._text = _SETTINGS.format(
+            port=self.port,
+            controller_port=controller_port,
+            data=self._data,
+            proxied=f",PROXIED://127.0.0.1:{self.proxied_port}" if proxied else "",
+            advertised=f",PROXIED://127.0.0.1:{self.proxy_port}" if proxied else "",
+        )
         java = ["java", f"-Xmx{HEAP}", "-XX:+UseSerialGC", "-Dlog4j2.level=INFO", "-cp", f"{jars}/*"]
         self._format = [*java, "kafka.tools.StorageTool", "format", "-c", str(self._settings)]
         self._process = ServerProcess([*java, "kafka.Kafka", str(self._settings)], folder / "broker.log")
