@@ -10,7 +10,7 @@ import msgspec
 import structlog
 
 from arriero.schemas.codec import decode_event
-from arriero.schemas.errors import ArrieroError
+from arriero.schemas.errors import ArrieroError, Unreadable
 from arriero.schemas.event import Event, Origin, Started, Terminal, Undecodable
 from arriero.schemas.job import read_job
 from arriero.schemas.names import Names, parse_job_topic
@@ -39,13 +39,18 @@ class Found(msgspec.Struct):
 
 
 def event_of(record: Record, prefix: bytes) -> Event | None:
-    """The event of a job whose id begins so. Others are not even decoded."""
+    """The event of a job whose id begins so. Others are not even decoded.
+
+    Raises Unreadable for one of a later release: it may be the job's end.
+    """
     if record.key is None or record.value is None or not record.key.startswith(prefix):
         return None
     try:
         return decode_event(record.value)
-    except msgspec.MsgspecError:
-        log.warning("event_unreadable", partition=record.partition, offset=record.offset)
+    except Unreadable as error:
+        if error.code == "unknown_version":
+            raise
+        log.warning("event_unreadable", code=error.code, partition=record.partition, offset=record.offset)
         return None
 
 

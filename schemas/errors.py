@@ -9,6 +9,7 @@
     │   ├── Fenced                    another worker owns the claim now; drop what it covered
     │   ├── Revoked                   the claim was given back or taken by a rebalance
     │   ├── RecordTooLarge            the log refuses a record of this size
+    │   ├── Unreadable                an event or a ledger that this release cannot read, and must not pass over
     │   └── TopicFault                topics missing or set so that a guarantee breaks
     ├── BusUnavailable                the token bus is out of reach; tokens wait (retriable)
     ├── EngineError                   the engine failed one sequence or step (retriable)
@@ -94,6 +95,12 @@ class Revoked(LogError):
 
 class RecordTooLarge(LogError):
     code = "record_too_large"
+
+
+class Unreadable(LogError):
+    """Codes: unknown_version for what a later release has written, unreadable for what none has."""
+
+    code = "unreadable"
 
 
 class TopicFault(LogError):

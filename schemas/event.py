@@ -12,7 +12,7 @@ fields that they do not know.
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 import msgspec
 
@@ -20,6 +20,8 @@ from arriero.schemas.job import PriorityClass
 from arriero.schemas.token import FinishReason, Token
 
 EVENT_VERSION: Final = 1
+"""Raised when an event changes its meaning or a type is added; never for a field that older readers may ignore. Whether
+a type settles a record does not change with the version."""
 
 Stage = Literal["queue", "prefill", "decode", "commit"]
 
@@ -225,6 +227,8 @@ Event = (
 )
 SettlingEvent = Settling | Undecodable
 """`isinstance(event, SettlingEvent)`: does it settle the record at its origin?"""
+EVENT_TYPES: Final[dict[str, type[EventBase]]] = {kind.__name__: kind for kind in get_args(Event)}
+"""By the name that stands in `type`."""
 
 
 class DeadRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

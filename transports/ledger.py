@@ -26,7 +26,11 @@ _DIGITS: Final = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
 class LedgerError(ValueError):
-    """A ledger text that no release has written, or of a later version."""
+    """A ledger text that no release has written, or of a later version (`later`)."""
+
+    def __init__(self, message: str, *, later: bool = False) -> None:
+        super().__init__(message)
+        self.later = later
 
 
 class Stamp(msgspec.Struct, frozen=True):
@@ -48,6 +52,8 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     oldest_start_ms: int = 0
     """Earliest start among what is running, in the time of the events topic; 0 when nothing runs."""
     stamp: Stamp | None = None
+    fault: str = ""
+    """Why the text beside the offset cannot be read, for who only looks; nothing is known of the ledger then."""
 
     def is_settled(self, offset: int) -> bool:
         return offset < self.offset or any(start <= offset < stop for start, stop in self.settled)
@@ -120,6 +126,11 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     def decode(offset: int, text: str) -> Ledger:
         """The ledger committed with `offset`. Raises LedgerError."""
         fields = text.split(";")
+        if fields[0].isascii() and fields[0].isdigit() and len(fields[0]) < 10 and int(fields[0]) > LEDGER_VERSION:
+            raise LedgerError(
+                f"a ledger of version {fields[0]}, and this release reads version {LEDGER_VERSION}: {text[:60]!r}",
+                later=True,
+            )
         if fields[0] != str(LEDGER_VERSION) or len(fields) != 6:
             raise LedgerError(f"not a ledger of version {LEDGER_VERSION}: {text[:60]!r}")
         try:

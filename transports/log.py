@@ -206,5 +206,7 @@ class JobLog(Protocol):
         ...
 
     async def ledgers(self, group: str, topics: Sequence[str]) -> dict[tuple[str, int], Ledger]:
-        """The ledgers as committed, read without claiming; partitions nobody has claimed yet are left out."""
+        """The ledgers as committed, read without claiming; partitions nobody has claimed yet are left out.
+
+        One whose text cannot be read says so (`Ledger.fault`), and is otherwise as if nothing were settled."""
         ...

@@ -10,6 +10,7 @@ import msgspec
 import structlog
 
 from arriero.schemas.codec import decode_event
+from arriero.schemas.errors import Unreadable
 from arriero.schemas.event import Progressed
 from arriero.schemas.token import Token
 from arriero.transports.lineage import common
@@ -84,7 +85,7 @@ def _progressed(record: Record) -> Progressed | None:
         return None
     try:
         event = decode_event(record.value)
-    except msgspec.MsgspecError:
-        log.warning("event_unreadable", partition=record.partition, offset=record.offset)
+    except Unreadable as error:  # the generation goes on from an earlier checkpoint
+        log.warning("event_unreadable", code=error.code, partition=record.partition, offset=record.offset)
         return None
     return event if isinstance(event, Progressed) else None

@@ -104,6 +104,12 @@ class ProjectorMetrics:
         self.rebuilds = Counter(
             "arriero_projector_rebuilds", "How often was everything projected from the beginning?", registry=registry
         )
+        self.unreadable = Counter(
+            "arriero_unreadable_events",
+            "How many events could not be projected, of a later release (unknown_version) or of none (unreadable)?",
+            ["code"],
+            registry=registry,
+        )
         self.late_terminals = Counter(
             "arriero_late_terminals", "How many jobs ended a second time, and were ignored?", registry=registry
         )

@@ -32,7 +32,7 @@ from prometheus_client import CollectorRegistry
 
 from arriero.schemas.clock import Clock
 from arriero.schemas.codec import decode_event, decode_state, encode
-from arriero.schemas.errors import ArrieroError, BusUnavailable, LogUnavailable, SetupError, TopicFault
+from arriero.schemas.errors import ArrieroError, BusUnavailable, LogUnavailable, SetupError, TopicFault, Unreadable
 from arriero.schemas.event import Event, Terminal, Undecodable
 from arriero.schemas.job import read_job
 from arriero.schemas.names import Names, parse_job_topic
@@ -260,8 +260,9 @@ class Projector:
             return None
         try:
             event = decode_event(record.value or b"")
-        except msgspec.MsgspecError:
-            log.warning("event_unreadable", partition=record.partition, offset=record.offset)
+        except Unreadable as error:  # its job's state stays behind, and all others go on
+            log.error("event_unreadable", code=error.code, partition=record.partition, offset=record.offset)
+            self._metrics.unreadable.labels(error.code).inc()
             return None
         return None if isinstance(event, Undecodable) else (record, event)
 

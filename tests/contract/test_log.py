@@ -12,6 +12,9 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
 import apsw
 import pytest
+from aiokafka import AIOKafkaConsumer
+from aiokafka.structs import OffsetAndMetadata, TopicPartition
+from structlog.testing import capture_logs
 
 from arriero.schemas.codec import decode_event, encode
 from arriero.schemas.errors import Fenced, RecordTooLarge, Revoked, TopicFault
@@ -674,6 +677,81 @@ async def test_events_of_another_record_at_the_same_offset_settle_nothing(
     await place(single, [Outgoing(names.events, b"a", completed(record, time_ms=placed.time_ms - 5))])
     async with claimed(single, group, topic, names.events) as claim:
         assert [record.key for record in await read_all(claim, 1)] == [b"a"]
+
+
+WriteLedger = Callable[[str, str, int, str], Awaitable[None]]
+
+
+@pytest.fixture
+def write_ledger(log_endpoints: Endpoints) -> WriteLedger:
+    """Puts a text beside the offset of a topic's first partition, as some other program may. Nobody may be in the
+    group."""
+
+    async def write(group: str, topic: str, offset: int, text: str) -> None:
+        if log_endpoints.data is not None:
+            connection = apsw.Connection(str(log_endpoints.data / "log.db"))
+            (number,) = connection.execute("SELECT number FROM partitions WHERE topic = ?", (topic,)).fetchone()  # type: ignore[misc]
+            row = (group, number, offset, text, 1, "")
+            connection.execute("INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?, ?, ?)", row)
+            connection.close()
+            return
+        consumer = AIOKafkaConsumer(bootstrap_servers=log_endpoints.kafka, group_id=group, enable_auto_commit=False)
+        await consumer.start()
+        try:
+            place = TopicPartition(topic, 0)
+            consumer.assign([place])
+            await consumer.commit({place: OffsetAndMetadata(offset, text)})
+        finally:
+            await consumer.stop()
+
+    return write
+
+
+@pytest.mark.parametrize("text", ["", "handmade; not a ledger", "1;2;3", "1;x;w/1;0;;", "1;5;w/1;0;;0,0"])
+async def test_garbage_beside_an_offset_is_mended_from_the_events_and_not_believed(
+    single: JobLog, group: str, topic: str, names: Names, write_ledger: WriteLedger, text: str
+) -> None:
+    await place(single, jobs(topic, *"abc"))
+    async with claimed(single, group, topic, names.events) as claim:
+        found = await read_all(claim, 3)
+        await claim.commit(settle(names.events, claim.fence, found[0]))
+    await write_ledger(group, topic, 3, text)
+    (found_ledger,) = (await single.ledgers(group, [topic])).values() or (None,)
+    assert found_ledger is None or (found_ledger.fault and not found_ledger.is_settled(0))
+    assert (await single.backlog(group, [topic]))[topic].count == 3
+    async with claimed(single, group, topic, names.events) as claim:
+        assert [record.key for record in await read_all(claim, 2)] == [b"b", b"c"]
+
+
+async def test_a_ledger_of_a_later_release_is_left_alone_and_said_aloud(
+    single: JobLog, group: str, topic: str, names: Names, write_ledger: WriteLedger
+) -> None:
+    await place(single, jobs(topic, "a"))
+    await write_ledger(group, topic, 0, "2;of tomorrow")
+    with capture_logs() as entries:
+        async with single.join(group, [topic], "w1", names.events), asyncio.timeout(WAIT_S):
+            while not (refused := [entry for entry in entries if entry["event"] == "claim_refused"]):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    assert (refused[0]["group"], refused[0]["topic"], refused[0]["partition"]) == (group, topic, 0)
+    assert refused[0]["code"] == "unknown_version"
+    assert "pgrade this worker" in refused[0]["error"]
+    assert "version 2" in (await single.ledgers(group, [topic]))[topic, 0].fault
+
+
+async def test_an_event_of_a_later_release_stops_the_rebuild_of_its_partition_alone(
+    fleet: JobLog, group: str, topic: str, names: Names
+) -> None:
+    (placed,) = await place(fleet, jobs(topic, "a"))
+    event = completed(Record(topic, placed.partition, placed.offset, placed.time_ms, b"a", None))
+    await place(fleet, [Outgoing(names.events, b"a", event.replace(b"{", b'{"v":2,', 1))])
+    with capture_logs() as entries:
+        async with fleet.join(group, [topic], "w1", names.events) as membership:
+            held = await hold(membership, {}, PARTITIONS - 1)
+            async with asyncio.timeout(WAIT_S):
+                while not (refused := [entry for entry in entries if entry["event"] == "claim_refused"]):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+    assert (topic, placed.partition) not in held
+    assert [(entry["partition"], entry["code"]) for entry in refused] == [(placed.partition, "unknown_version")]
 
 
 # numbers

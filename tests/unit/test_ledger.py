@@ -189,3 +189,10 @@ class Claims(RuleBasedStateMachine):
 
 
 TestClaims = Claims.TestCase
+
+
+def test_a_ledger_of_a_later_release_is_told_from_garbage() -> None:
+    for text, later in (("2;1;w;0;;", True), ("17", True), ("", False), ("x;1;w;0;;", False), ("1;1;w", False)):
+        with pytest.raises(LedgerError) as refused:
+            Ledger.decode(5, text)
+        assert refused.value.later is later

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from arriero.schemas.codec import encode
+from arriero.schemas.errors import Unreadable
 from arriero.schemas.event import Completed, Crashed, Error, Event, Origin, Started, Undecodable
 from arriero.transports.ledger import PENDING_MAX, Stamp
 from arriero.transports.log import Record
@@ -106,9 +109,42 @@ def test_more_gaps_than_fit_are_cut_and_run_again() -> None:
     assert ledger.encode()
 
 
-def test_an_event_that_nobody_can_read_is_passed_over() -> None:
+def fold_raw(*values: bytes | None) -> Rebuild:
     rebuild = Rebuild(0)
-    fold_events(
-        [Record("ns.events", 0, 0, 1, b"j", b"{"), Record("ns.events", 0, 1, 1, b"j", None)], {(TOPIC, 0): rebuild}
-    )
-    assert rebuild.ledger({}).offset == 0
+    fold_events((Record("ns.events", 0, at, 1, b"j", value) for at, value in enumerate(values)), {(TOPIC, 0): rebuild})
+    return rebuild
+
+
+def spoilt(event: Event, **changes: object) -> bytes:
+    return msgspec.json.encode({**msgspec.json.decode(encode(event)), **changes})
+
+
+def test_what_no_release_has_written_is_passed_over() -> None:
+    rebuild = fold_raw(b"{", None, b"{}", spoilt(completed(origin(0)), type="Paused"), encode(completed(origin(1))))
+    assert rebuild.ledger(times(0, 2)).settled == ((1, 2),)
+
+
+@pytest.mark.parametrize("changes", [{}, {"type": "Paused"}, {"origin": "somewhere"}])
+def test_an_event_of_a_later_version_stops_the_rebuild(changes: dict[str, object]) -> None:
+    rebuild = fold_raw(spoilt(completed(origin(0)), v=2, **changes))
+    with pytest.raises(Unreadable, match=r"ns\.events/0/0 .*upgrade") as refused:
+        rebuild.ledger(times(0, 1))
+    assert refused.value.code == "unknown_version"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        spoilt(completed(origin(0, topic="ns.jobs.other.standard")), v=2),
+        spoilt(started(origin(0)), v=2),
+        b'{"v":2,"type":"CancelRequested","id":"j"}',
+    ],
+)
+def test_an_event_of_a_later_version_that_settles_nothing_here_stops_nothing(value: bytes) -> None:
+    assert fold_raw(value).ledger(times(0, 1)).offset == 0
+
+
+def test_a_damaged_event_settles_the_record_that_it_names() -> None:
+    rebuild = fold_raw(spoilt(completed(origin(0)), output=3))
+    assert rebuild.fence == 5
+    assert rebuild.ledger(times(0, 1)).offset == 1

@@ -14,9 +14,13 @@ from typing import Final
 
 import apsw
 import msgspec
+import structlog
 
+from arriero.schemas.errors import Unreadable
 from arriero.transports.embedded.records import Place, bounds, times
 from arriero.transports.ledger import Ledger, LedgerError
+
+log = structlog.get_logger(__name__)
 
 SCHEMA: Final = """
 CREATE TABLE members (
@@ -130,7 +134,8 @@ def free(connection: apsw.Connection, group: str, numbers: set[int], member: str
 
 
 def take(connection: apsw.Connection, group: str, place: Place, member: str, owner: str, clock_ms: int) -> Taken | None:
-    """Make a partition this member's, under a raised fence; None when it is not free for it any more."""
+    """Make a partition this member's, under a raised fence; None when it is not free for it any more. Raises
+    Unreadable, with nothing written, when a later release has left its ledger."""
     dealt = connection.execute(
         "SELECT 1 FROM dealt WHERE grp = ? AND number = ? AND member = ?", (group, place.number, member)
     ).fetchone()
@@ -140,7 +145,7 @@ def take(connection: apsw.Connection, group: str, place: Place, member: str, own
     row = connection.execute(
         "SELECT offset, ledger, fence FROM leases WHERE grp = ? AND number = ?", (group, place.number)
     ).fetchone()
-    before, fence = _known_ledger(connection, place, row, first, end), row[2] if row else 0
+    before, fence = _known_ledger(connection, group, place, row, first, end), row[2] if row else 0
     gone = before is None
     if before is None:
         before = Ledger(offset=first)
@@ -181,19 +186,36 @@ def ledger_of(connection: apsw.Connection, group: str, number: int) -> Ledger | 
     row = connection.execute(
         "SELECT offset, ledger FROM leases WHERE grp = ? AND number = ? AND ledger <> ''", (group, number)
     ).fetchone()
-    return Ledger.decode(*row) if row else None
+    if row is None:
+        return None
+    try:
+        return Ledger.decode(*row)
+    except LedgerError as error:
+        log.error("ledger_unreadable", group=group, number=number, error=str(error))
+        return Ledger(offset=0, fault=str(error))
 
 
 def _known_ledger(
-    connection: apsw.Connection, place: Place, row: tuple[int, str, int] | None, first: int, end: int
+    connection: apsw.Connection, group: str, place: Place, row: tuple[int, str, int] | None, first: int, end: int
 ) -> Ledger | None:
-    """The ledger that a lease carries; None when it has to be rebuilt."""
+    """The ledger that a lease carries; None when it has to be rebuilt. Raises Unreadable."""
     if row is None:
         # A partition that never had a record has nothing to rebuild from.
         return Ledger(offset=0) if end == 0 else None
     try:
         ledger = Ledger.decode(row[0], row[1])
-    except LedgerError:
+    except LedgerError as error:
+        if error.later:
+            raise Unreadable(f"{error}. Upgrade this worker", code="unknown_version") from error
+        if row[1]:  # an empty one was left by who died while rebuilding it
+            log.error(
+                "ledger_unreadable",
+                group=group,
+                topic=place.topic,
+                partition=place.partition,
+                error=str(error),
+                mended_by="a rebuild from the settling events",
+            )
         return None
     stamp = ledger.stamp
     if ledger.offset > end or (

@@ -18,7 +18,7 @@ import apsw
 import structlog
 
 from arriero.schemas.clock import Clock, now_ms
-from arriero.schemas.errors import ArrieroError, Fenced, LogError, Revoked, TopicFault
+from arriero.schemas.errors import ArrieroError, Fenced, LogError, Revoked, TopicFault, Unreadable
 from arriero.transports.embedded import groups, records
 from arriero.transports.embedded.bells import Bell
 from arriero.transports.embedded.claim import EmbeddedClaim
@@ -33,6 +33,8 @@ from arriero.transports.rebuild import Rebuild, fold_events
 
 RETRY_S: Final = 0.5
 """Pause after the log has failed."""
+REFUSED_S: Final = 30.0
+"""Pause before a partition is tried again whose ledger only a later release can read: a rebuild reads all events."""
 REBUILD_RECORDS: Final = 200
 """Events folded between two turns of the loop."""
 
@@ -80,6 +82,8 @@ class EmbeddedMembership:
         self._doubted: dict[int, EmbeddedClaim] = {}
         self._leaving: dict[int, asyncio.Task[None]] = {}
         self._released: set[int] = set()
+        self._refused: dict[int, float] = {}
+        """Partitions whose ledger only a later release can read, and when (monotonic) each is tried again."""
         self._changes: asyncio.Queue[Gained | Lost | BaseException] = asyncio.Queue()
 
     async def __aenter__(self) -> EmbeddedMembership:
@@ -146,6 +150,7 @@ class EmbeddedMembership:
             pause: float | None = None
             try:
                 await self._step()
+                pause = REFUSED_S if self._refused else None
             except LogError as error:
                 log.warning("membership_failed", group=self._group, error=str(error))
                 pause = RETRY_S
@@ -186,7 +191,9 @@ class EmbeddedMembership:
                 partial(groups.let_go, group=self._group, numbers=stale, member=self._member), rings=(self._group,)
             )
         # 5.
-        wanted = dealt - self._claims.keys() - self._released
+        now = self._clock.monotonic()
+        self._refused = {number: until for number, until in self._refused.items() if number in dealt and until > now}
+        wanted = dealt - self._claims.keys() - self._released - self._refused.keys()
         if wanted:
             wanted = self._db.read(partial(groups.free, group=self._group, numbers=wanted, member=self._member))
         if not wanted:
@@ -206,11 +213,28 @@ class EmbeddedMembership:
 
     def _take(self, numbers: Sequence[int], connection: apsw.Connection) -> list[Taken]:
         clock_ms = now_ms(self._clock)
-        taken = (
-            groups.take(connection, self._group, self._places[number], self._member, self.owner, clock_ms)
-            for number in numbers
+        taken: list[Taken] = []
+        for place in (self._places[number] for number in numbers):
+            try:
+                one = groups.take(connection, self._group, place, self._member, self.owner, clock_ms)
+            except Unreadable as error:
+                self._refuse(place, error)
+                continue
+            if one is not None:
+                taken.append(one)
+        return taken
+
+    def _refuse(self, place: Place, error: Unreadable) -> None:
+        """Leave a partition alone, for a while."""
+        self._refused[place.number] = self._clock.monotonic() + REFUSED_S
+        log.error(
+            "claim_refused",
+            group=self._group,
+            topic=place.topic,
+            partition=place.partition,
+            code=error.code,
+            error=error.message,
         )
-        return [one for one in taken if one is not None]
 
     async def _strike_off(self, member: str) -> None:
         await self._db.write(partial(groups.leave, group=self._group, member=member), rings=(self._group,))
@@ -270,7 +294,12 @@ class EmbeddedMembership:
             times = self._db.read(
                 partial(records.times, number=one.place.number, start=rebuild.first, stop=rebuild.stop)
             )
-            ledger = rebuild.ledger(times).raised(now_ms(self._clock), self.owner, max(rebuild.fence, one.ledger.fence))
+            try:
+                found = rebuild.ledger(times)
+            except Unreadable as error:
+                self._refuse(one.place, error)
+                continue
+            ledger = found.raised(now_ms(self._clock), self.owner, max(rebuild.fence, one.ledger.fence))
             log.info(
                 "ledger_rebuilt",
                 topic=one.place.topic,

@@ -35,7 +35,8 @@ async def ledgers(connection: Connection, group: str, topics: Sequence[str]) -> 
         try:
             found[place] = Ledger.decode(offset, text)
         except LedgerError as error:
-            log.warning("ledger_unreadable", topic=place.topic, partition=place.partition, error=str(error))
+            log.error("ledger_unreadable", group=group, topic=place.topic, partition=place.partition, error=str(error))
+            found[place] = Ledger(offset=0, fault=str(error))
     return found
 
 

@@ -22,7 +22,7 @@ from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener
 from aiokafka.coordinator.assignors.range import RangePartitionAssignor
 
 from arriero.schemas.clock import Clock
-from arriero.schemas.errors import LogError, LogUnavailable, Revoked, TopicFault
+from arriero.schemas.errors import LogError, LogUnavailable, Revoked, TopicFault, Unreadable
 from arriero.transports.kafka.claim import KafkaClaim
 from arriero.transports.kafka.closing import close_consumer
 from arriero.transports.kafka.connection import Connection, Place, as_record, connect
@@ -46,6 +46,8 @@ FETCH_BYTES: Final = 512 << 10
 FETCH_WAIT_MS: Final = 250
 """How long a broker holds a fetch that finds nothing. A partition that was full waits for it before its next one."""
 RESTART_S: Final = 1.0
+REFUSED_S: Final = 30.0
+"""Pause before a partition is tried again whose ledger only a later release can read: a rebuild reads all events."""
 
 _FATAL: Final = (
     kafka_errors.GroupAuthorizationFailedError,
@@ -301,6 +303,16 @@ class KafkaMembership(ConsumerRebalanceListener):  # type: ignore[misc]
                 at_once = False
                 try:
                     taken = await self._taker.take(place)
+                except Unreadable as error:
+                    log.error(
+                        "claim_refused",
+                        group=self._group,
+                        topic=place.topic,
+                        partition=place.partition,
+                        code=error.code,
+                        error=str(error),
+                    )
+                    await asyncio.sleep(REFUSED_S)
                 except LogError as error:
                     log.warning("claim_not_taken", topic=place.topic, partition=place.partition, error=str(error))
             await self._steady.wait()

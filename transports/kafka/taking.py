@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 import structlog
 
 from arriero.schemas.clock import Clock, now_ms
+from arriero.schemas.errors import Unreadable
 from arriero.transports.failpoints import reach
 from arriero.transports.kafka.connection import EARLIEST, LATEST, Connection, Place
 from arriero.transports.kafka.producing import PartitionProducer
@@ -45,7 +46,7 @@ class Taker:
         self._opening = asyncio.Semaphore(OPEN_AT_ONCE)
 
     async def take(self, place: Place) -> Taken:
-        """Raises LogError; nothing is held then."""
+        """Raises LogError, Unreadable among them; nothing is held then."""
         producer = PartitionProducer(self._connection, self._group, place, self._clock)
         async with self._opening:
             await producer.open()  # 1
@@ -82,11 +83,18 @@ class Taker:
         """The ledger as committed, or None when it cannot be believed."""
         if found is None:
             return None
-        where = {"topic": place.topic, "partition": place.partition, "offset": found[0]}
+        where = {"group": self._group, "topic": place.topic, "partition": place.partition, "offset": found[0]}
         try:
             ledger = Ledger.decode(*found)
         except LedgerError as error:
-            log.warning("ledger_unreadable", **where, error=str(error))
+            if error.later:
+                raise Unreadable(
+                    f"{error}. Upgrade this worker; or stop all workers of the group and have the ledger rebuilt: "
+                    f"kafka-consumer-groups.sh --bootstrap-server {self._connection.bootstrap} --group {self._group} "
+                    f"--delete-offsets --topic {place.topic}:{place.partition}",
+                    code="unknown_version",
+                ) from error
+            log.error("ledger_unreadable", **where, error=str(error), mended_by="a rebuild from the settling events")
             return None
         if ledger.offset > stop or (ledger.stamp and not await self._matches(place, ledger.stamp, first, stop)):
             log.warning("ledger_of_another_topic", **where, stamp=ledger.stamp, first=first, stop=stop)
