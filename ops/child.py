@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Final
 
 import structlog
@@ -23,6 +24,7 @@ from arriero.transports import failpoints
 Role = Callable[[Settings, wiring.Ready, StopRequest], Awaitable[None]]
 ROLES: Final[dict[str, Role]] = {
     "worker": wiring.run_worker,
+    "bare-worker": partial(wiring.run_worker, bare=True),
     "projector": wiring.run_projector,
     "gateway": wiring.run_gateway,
 }

@@ -12,7 +12,7 @@ import os
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import structlog
 
@@ -108,8 +108,11 @@ async def prepare(settings: Settings) -> None:
 # --- roles -------------------------------------------------------------------------------------------------
 
 
-async def run_worker(settings: Settings, ready: Ready, request: StopRequest) -> None:
-    """Raises ModelError, SetupError, LogUnavailable, EngineError."""
+async def run_worker(settings: Settings, ready: Ready, request: StopRequest, *, bare: bool = False) -> None:
+    """bare: without what recovery costs, for a benchmark.
+
+    Raises ModelError, SetupError, LogUnavailable, EngineError.
+    """
     need("worker", "prometheus_client")
     from arriero.workers.worker import Worker
 
@@ -118,6 +121,10 @@ async def run_worker(settings: Settings, ready: Ready, request: StopRequest) -> 
     name, load = engine_loader(settings)
     async with open_log(settings, "worker") as job_log, open_bus(settings) as bus:
         await ensure_topics(job_log, settings)
+        if bare:
+            from arriero.ops.bench.bare import SilentBus, TerseLog
+
+            job_log, bus = cast(JobLog, TerseLog(job_log)), cast(TokenBus, SilentBus(bus))
         worker = Worker(
             job_log,
             bus,

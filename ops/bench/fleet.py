@@ -1,5 +1,6 @@
-"""`arriero bench fleet`: the same jobs once through the bare engine and once through log, worker, projector and bus, as
-real processes; the ratio of the two is what the queue costs.
+"""`arriero bench fleet`: the same jobs once through the engine alone and once through log, worker, projector and bus,
+as real processes; the ratio of the two is what the queue costs. Or, against a fleet whose worker streams nothing and
+records only results: then it is what recovery costs.
 
 The two runs of a pair follow each other (engine, fleet, engine, fleet ...), so that a machine whose speed drifts
 slows both; the median of the pairs' ratios is what counts.
@@ -14,6 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
+from typing import Final, Literal
 
 import msgspec
 from rich.console import Console
@@ -48,34 +50,42 @@ class FleetRun(msgspec.Struct, kw_only=True):
         return self.tokens / self.wall_s if self.wall_s else 0.0
 
 
+Base = Literal["engine", "bare"]
+AGAINST: Final[dict[Base, str]] = {"engine": "the engine alone", "bare": "a fleet that could not recover"}
+
+
 class PairedRun(msgspec.Struct, frozen=True):
-    engine_tokens_per_s: float
+    base_tokens_per_s: float
     fleet: FleetRun
 
     @property
     def ratio(self) -> float:
-        return self.fleet.tokens_per_s / self.engine_tokens_per_s if self.engine_tokens_per_s else 0.0
+        return self.fleet.tokens_per_s / self.base_tokens_per_s if self.base_tokens_per_s else 0.0
 
 
 def run_fleet_bench(
-    options: EngineBenchOptions, *, pairs: int, kafka: str | None, redis: str | None, console: Console
+    options: EngineBenchOptions, *, against: Base, pairs: int, kafka: str | None, redis: str | None, console: Console
 ) -> list[PairedRun]:
     """Raises what the stack's parts raise."""
     runs: list[PairedRun] = []
-    for number in range(pairs):
-        engine = run_engine_bench(options)
+
+    def run_fleet(worker: str, number: int) -> FleetRun:
         with _folder() as folder:
-            settings = _settings(options, folder, kafka, redis, number)
-            fleet = asyncio.run(_Run(options, settings).run())
-        runs.append(PairedRun(engine.tokens_per_s, fleet))
+            settings = _settings(options, folder, kafka, redis, f"{number}-{worker}")
+            return asyncio.run(_Run(options, settings, worker).run())
+
+    for number in range(pairs):
+        base = run_engine_bench(options) if against == "engine" else run_fleet("bare-worker", number)
+        fleet = run_fleet("worker", number)
+        runs.append(PairedRun(base.tokens_per_s, fleet))
         console.print(
-            f"pair {number + 1} of {pairs}: engine {engine.tokens_per_s:,.1f} tokens/s, "
+            f"pair {number + 1} of {pairs}: {against} {base.tokens_per_s:,.1f} tokens/s, "
             f"fleet {fleet.tokens_per_s:,.1f}, ratio {runs[-1].ratio:.3f}"
         )
     return runs
 
 
-def print_fleet_bench(runs: list[PairedRun], console: Console) -> None:
+def print_fleet_bench(runs: list[PairedRun], against: Base, console: Console) -> None:
     spreads = Table("fleet, ms", "p50", "p95", "p99", "highest")
     middle = sorted(runs, key=lambda run: run.ratio)[len(runs) // 2].fleet
     rows = (
@@ -89,7 +99,7 @@ def print_fleet_bench(runs: list[PairedRun], console: Console) -> None:
     console.print(spreads)
     ratios = [run.ratio for run in runs]
     console.print(
-        f"fleet against engine alone: median ratio [bold]{statistics.median(ratios):.3f}[/] "
+        f"fleet against {AGAINST[against]}: median ratio [bold]{statistics.median(ratios):.3f}[/] "
         f"({min(ratios):.3f} to {max(ratios):.3f} over {len(runs)} pairs)"
     )
     failed = sum(run.fleet.failed for run in runs)
@@ -103,14 +113,14 @@ def _folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-def _settings(options: EngineBenchOptions, folder: Path, kafka: str | None, redis: str | None, number: int) -> Settings:
+def _settings(options: EngineBenchOptions, folder: Path, kafka: str | None, redis: str | None, name: str) -> Settings:
     echo = options.model == "echo"
     return Settings(
         data=folder,
         cache=options.cache,
         kafka=kafka,
         redis=redis,
-        namespace=f"bench-{SystemClock().time():.0f}-{number}",
+        namespace=f"bench-{SystemClock().time():.0f}-{name}",
         engine=EngineSettings(
             engine="echo" if echo else "llama",
             model=models.DEMO.name if echo else options.model,
@@ -128,8 +138,9 @@ def _settings(options: EngineBenchOptions, folder: Path, kafka: str | None, redi
 class _Run:
     """One fleet, one set of jobs."""
 
-    def __init__(self, options: EngineBenchOptions, settings: Settings) -> None:
+    def __init__(self, options: EngineBenchOptions, settings: Settings, worker: str) -> None:
         self._options = options
+        self._worker = worker
         self._settings = settings
         self._clock: Clock = SystemClock()
         self._result = FleetRun()
@@ -145,7 +156,7 @@ class _Run:
             task = asyncio.create_task(self._measure(supervisor, request), name="bench")
             return task
 
-        await stack.run_roles(self._settings, ("projector", "worker"), log_folder=True, beside=beside)
+        await stack.run_roles(self._settings, ("projector", self._worker), log_folder=True, beside=beside)
         assert task is not None
         if task.cancelled():
             raise KeyboardInterrupt

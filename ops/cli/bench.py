@@ -12,7 +12,7 @@ from rich.console import Console
 
 from arriero.ops import models
 from arriero.ops.bench.engine import EngineBenchOptions, engine_command
-from arriero.ops.bench.fleet import print_fleet_bench, run_fleet_bench
+from arriero.ops.bench.fleet import AGAINST, Base, print_fleet_bench, run_fleet_bench
 from arriero.ops.bench.queue import QueueBenchOptions, print_queue_bench, run_queue_bench
 from arriero.ops.logging import configure
 from arriero.schemas.errors import SetupError
@@ -37,12 +37,26 @@ bench.add_command(engine_command)
 @click.option("--slots", type=click.IntRange(1, 255), default=16, show_default=True)
 @click.option("--threads", type=click.IntRange(1))
 @click.option("--temperature", type=click.FloatRange(0, 10), default=0.0, show_default=True)
+@click.option(
+    "--against",
+    type=click.Choice(list(AGAINST)),
+    default="engine",
+    show_default=True,
+    help="`bare`: a fleet that streams nothing and records only results.",
+)
 @click.option("--pairs", type=click.IntRange(1), default=3, show_default=True, help="Paired runs.")
 @click.option("--json", "as_json", is_flag=True)
 def fleet(
-    kafka: str | None, redis: str | None, testbed: bool, pairs: int, as_json: bool, cache: Path | None, **fields: object
+    kafka: str | None,
+    redis: str | None,
+    testbed: bool,
+    against: Base,
+    pairs: int,
+    as_json: bool,
+    cache: Path | None,
+    **fields: object,
 ) -> None:
-    """The same jobs through the bare engine and through log, worker, projector and bus."""
+    """The same jobs through the engine alone and through log, worker, projector and bus."""
     configure(as_json=False, quiet=True)
     if testbed and kafka:
         raise SetupError("--testbed starts brokers of its own; leave --kafka out", code="bad_setting")
@@ -54,11 +68,11 @@ def fleet(
 
             pair = stack.enter_context(run_pair())
             kafka, redis = pair.bootstrap, pair.redis_url
-        runs = run_fleet_bench(options, pairs=pairs, kafka=kafka, redis=redis, console=console)
+        runs = run_fleet_bench(options, against=against, pairs=pairs, kafka=kafka, redis=redis, console=console)
     if as_json:
         click.echo(msgspec.json.encode([{"ratio": run.ratio, **msgspec.to_builtins(run)} for run in runs]))
     else:
-        print_fleet_bench(runs, console)
+        print_fleet_bench(runs, against, console)
 
 
 @bench.command("queue")
