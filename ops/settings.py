@@ -22,6 +22,8 @@ PARTITIONS_DEFAULT: Final = 8
 """Partitions of each topic that is made: the most workers that a pool can grow to. It cannot be changed later."""
 GRACE_S: Final = 20.0
 """How long a stopping worker may finish what it runs. Short enough for the usual 30 s before a forced kill."""
+WAIT_S: Final = 60.0
+"""A cluster that starts together with its clients is there by then; a wrong address is told of soon enough."""
 DEAD_RETENTION_S: Final = 60 * 86_400.0
 
 
@@ -58,7 +60,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     pool: str = POOL_DEFAULT
     partitions: int | None = None
     """Of topics that are made; None takes the count of those that are there, else PARTITIONS_DEFAULT."""
-    replication: int = 1
+    create_topics: bool = True
+    wait_s: float = WAIT_S
+    """How long brokers may take to come when a server starts."""
     worker: str = ""
     """The worker's name; the host's when empty."""
     engine: EngineSettings = EngineSettings()
@@ -79,7 +83,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     def endpoints(self) -> Endpoints:
         if self.kafka is None and self.redis is None:
             return Endpoints(data=self.data)
-        return Endpoints(kafka=self.kafka, redis=self.redis)
+        return Endpoints(kafka=self.kafka, redis=self.redis, create_topics=self.create_topics)
 
     @property
     def address(self) -> str:

@@ -11,12 +11,17 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
+import structlog
+
 from arriero.ops import child, wiring
 from arriero.ops.settings import Settings, writable
 from arriero.ops.signals import StopRequest, stop_signals
 from arriero.ops.supervisor import Child, Supervisor
 from arriero.schemas.clock import SystemClock, system_random
-from arriero.schemas.errors import SetupError
+from arriero.schemas.errors import BusUnavailable, LogUnavailable, SetupError
+
+WAIT_POLL_S: Final = 0.5
+log = structlog.get_logger(__name__)
 
 UP_ROLES: Final = ("projector", "worker", "gateway")
 """In the order of starting. They stop in reverse: no new requests first, and the ends of streams last."""
@@ -57,20 +62,22 @@ async def run_roles(
     roles: Sequence[str],
     *,
     log_folder: bool,
+    tell: Callable[[str], None] = lambda sentence: None,
     changed: Callable[[Child], None] = lambda child: None,
     beside: Callable[[Supervisor, StopRequest], asyncio.Task[None] | None] = lambda supervisor, request: None,
 ) -> None:
     """Run these roles supervised until Ctrl-C or SIGTERM. `beside` may start a task that lives as long.
 
-    Raises LogUnavailable, BusUnavailable, TopicFault when log or bus are not there at the start (later their absence is
-    waited out), SetupError with a child's own sentence when no restart can help it.
+    Log and bus are waited for as long as the settings say; `tell` is told of it. Raises LogUnavailable, BusUnavailable,
+    TopicFault when they are not there by then (later their absence is waited out), SetupError with a child's own
+    sentence when no restart can help it.
     """
     if log_folder:
         writable(settings.data / "logs")
     specs = [child.spec(role, settings, log_folder=log_folder) for role in roles]
     supervisor = Supervisor(specs, clock=SystemClock(), rng=system_random(), changed=changed)
     with stop_signals() as request:
-        if not await _finished(wiring.prepare(settings), request):
+        if not await _finished(_prepare(settings, tell), request):
             return
         task = beside(supervisor, request)
         try:
@@ -79,6 +86,26 @@ async def run_roles(
             if task is not None:
                 task.cancel()
                 await asyncio.wait([task])
+
+
+async def _prepare(settings: Settings, tell: Callable[[str], None]) -> None:
+    """See that log and bus answer; they may come late."""
+    clock, told = SystemClock(), False
+    deadline = clock.monotonic() + settings.wait_s
+    while True:
+        try:
+            await wiring.prepare(settings)
+        except (LogUnavailable, BusUnavailable) as error:
+            left_s = deadline - clock.monotonic()
+            if left_s <= 0:
+                raise
+            if not told:
+                tell(f"{error.message}; waiting up to {settings.wait_s:.0f} s for it")
+                log.warning("brokers_waited_for", code=error.code, error=error.message, wait_s=settings.wait_s)
+                told = True
+            await asyncio.sleep(min(WAIT_POLL_S, left_s))
+        else:
+            return
 
 
 async def _finished(work: Coroutine[Any, Any, None], request: StopRequest) -> bool:

@@ -20,6 +20,8 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
     kafka: str | None = None
     redis: str | None = None
     data: Path | None = None
+    create_topics: bool = True
+    """Whether topics that Kafka lacks may be made; otherwise an error names them. Embedded ones always are."""
 
     def __post_init__(self) -> None:
         if (self.kafka is None) != (self.redis is None):
@@ -47,7 +49,9 @@ def make_log(endpoints: Endpoints, *, names: Names, clock: Clock, rng: random.Ra
     from arriero.transports.kafka.log import KafkaLog
 
     assert endpoints.kafka is not None
-    return KafkaLog(endpoints.kafka, names=names, clock=clock, rng=rng, client=client)
+    return KafkaLog(
+        endpoints.kafka, names=names, clock=clock, rng=rng, client=client, create_topics=endpoints.create_topics
+    )
 
 
 def make_bus(endpoints: Endpoints, *, names: Names, clock: Clock) -> TokenBus:

@@ -8,7 +8,15 @@ from typing import Any, Final, TypeVar
 
 import click
 
-from arriero.ops.settings import GRACE_S, PARTITIONS_DEFAULT, EngineSettings, Settings, cache_folder, data_folder
+from arriero.ops.settings import (
+    GRACE_S,
+    PARTITIONS_DEFAULT,
+    WAIT_S,
+    EngineSettings,
+    Settings,
+    cache_folder,
+    data_folder,
+)
 from arriero.schemas.job import CLASSES
 from arriero.schemas.names import NAMESPACE_DEFAULT, POOL_DEFAULT
 
@@ -44,6 +52,15 @@ connection = _all(
 
 server = _all(
     _flag("--partitions", type=int, help=f"Partitions of topics that are made.  [default: {PARTITIONS_DEFAULT}]"),
+    _flag("--create-topics/--no-create-topics", default=True, help="Whether Kafka topics that are missing are made."),
+    _flag(
+        "--wait",
+        "wait_s",
+        type=click.FloatRange(0),
+        default=WAIT_S,
+        show_default=True,
+        help="Seconds that brokers may take to come.",
+    ),
     _flag("--log-json/--log-plain", default=None, help="How to log.  [default: plain on a terminal, else JSON]"),
 )
 

@@ -99,7 +99,8 @@ def _run_one(role: str, flags: dict[str, Any]) -> None:
     if role == "worker":
         _find_model(settings)
     console = Console(stderr=True, soft_wrap=True, highlight=False)
-    asyncio.run(stack.run_roles(settings, [role], log_folder=False, changed=_Teller(console).restarts))
+    tell = _Teller(console)
+    asyncio.run(stack.run_roles(settings, [role], log_folder=False, tell=tell, changed=tell.restarts))
 
 
 _PARTS: Final = {
@@ -128,7 +129,9 @@ def _find_model(settings: Settings) -> None:
 async def _up(settings: Settings) -> None:
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     screen = _Screen(settings, _Teller(console))
-    await stack.run_roles(settings, stack.UP_ROLES, log_folder=True, changed=screen.changed, beside=screen.start)
+    await stack.run_roles(
+        settings, stack.UP_ROLES, log_folder=True, tell=screen.tell, changed=screen.changed, beside=screen.start
+    )
     screen.tell("stopped; what was not finished stays queued")
 
 

@@ -33,8 +33,12 @@ WAIT_S = 40.0
 
 
 @asynccontextmanager
-async def opened(bootstrap: str, names: Names, client: str = "test") -> AsyncIterator[KafkaLog]:
-    async with KafkaLog(bootstrap, names=names, clock=SystemClock(), rng=random.Random(), client=client) as log:
+async def opened(
+    bootstrap: str, names: Names, client: str = "test", *, create_topics: bool = True
+) -> AsyncIterator[KafkaLog]:
+    async with KafkaLog(
+        bootstrap, names=names, clock=SystemClock(), rng=random.Random(), client=client, create_topics=create_topics
+    ) as log:
         yield log
 
 
@@ -374,6 +378,18 @@ async def test_a_setting_that_breaks_a_guarantee_is_named_with_the_command_that_
     assert "cleanup.policy=delete" in message
     assert "retention.ms=1209600000" in message
     assert "max.message.bytes=4194304" in message
+
+
+async def test_topics_that_are_not_to_be_made_are_named_with_the_commands_that_make_them(
+    kafka_bootstrap: str, names: Names, topic: str
+) -> None:
+    async with opened(kafka_bootstrap, names, create_topics=False) as log:
+        with pytest.raises(TopicFault) as caught:
+            await log.ensure([TopicSpec(topic, 3), TopicSpec(names.events, 2)])
+        with pytest.raises(TopicFault):
+            await log.partitions(topic)
+    assert f"--create --topic {topic} --partitions 3 --config cleanup.policy=delete" in str(caught.value)
+    assert f"--create --topic {names.events} --partitions 2" in str(caught.value)
 
 
 async def test_a_delay_topic_carries_the_times_of_the_broker(log: KafkaLog, names: Names) -> None:

@@ -10,7 +10,7 @@ import socket
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from random import SystemRandom
 
@@ -20,6 +20,7 @@ from terminal import Terminal, Typed, left_over, terminal, until
 from tiny_gguf import write_tiny_gguf
 
 from arriero.ops.testbed import Broker, RedisServer, cache_folder, kafka_jars
+from arriero.schemas.names import Names
 
 LONG = "all work and no play " * 40
 
@@ -136,7 +137,16 @@ def test_an_engine_that_cannot_be_set_so_ends_the_stack(embedded: Terminal) -> N
 
 @pytest.mark.parametrize("command", ["worker", "projector", "gateway", "up"])
 def test_brokers_that_are_not_there_at_the_start_are_one_sentence(tmp_path: Path, command: str) -> None:
-    flags = ["--kafka", "127.0.0.1:1", "--redis", "redis://127.0.0.1:1", "--data", str(tmp_path / "data")]
+    flags = [
+        "--kafka",
+        "127.0.0.1:1",
+        "--redis",
+        "redis://127.0.0.1:1",
+        "--data",
+        str(tmp_path / "data"),
+        "--wait",
+        "0",
+    ]
     engine = ["--engine", "echo"] if command in ("worker", "up") else []
     typed = Typed(tmp_path, command, *flags, *engine)
     assert typed.wait() == 1
@@ -146,11 +156,29 @@ def test_brokers_that_are_not_there_at_the_start_are_one_sentence(tmp_path: Path
 
 @pytest.mark.real
 def test_a_redis_that_is_not_there_at_the_start_is_one_sentence(tmp_path: Path, kafka_bootstrap: str) -> None:
-    typed = Typed(tmp_path, "worker", "--kafka", kafka_bootstrap, "--redis", "redis://127.0.0.1:1", "--engine", "echo")
+    brokers = ["--kafka", kafka_bootstrap, "--redis", "redis://127.0.0.1:1"]
+    typed = Typed(tmp_path, "worker", *brokers, "--engine", "echo", "--wait", "0.5")
     assert typed.wait() == 1
-    assert typed.err.splitlines()[-1].startswith("arriero: ")
-    assert "127.0.0.1:1" in typed.err
+    waiting, ending = typed.err.splitlines()[0], typed.err.splitlines()[-1]
+    assert "waiting up to" in waiting
+    assert ending.startswith("arriero: ")
+    assert "127.0.0.1:1" in ending
     assert "Traceback" not in typed.err
+
+
+@pytest.mark.real
+def test_brokers_may_come_late(tmp_path: Path, kafka_bootstrap: str, names: Names) -> None:
+    redis = RedisServer(tmp_path)
+    flags = ["--kafka", kafka_bootstrap, "--redis", redis.url, "--namespace", names.namespace]
+    with closing(Typed(tmp_path / "worker", "worker", *flags, "--engine", "echo", "--log-plain")) as worker:
+        worker.wait_for("waiting up to 60 s")
+        redis.start()
+        try:
+            worker.wait_for("worker_joined")
+            worker.signal(signal.SIGTERM)
+            assert worker.wait() == 0
+        finally:
+            redis.stop()
 
 
 # --- stop --------------------------------------------------------------------------------------------------

@@ -22,7 +22,17 @@ class KafkaLog:
     Entering raises LogUnavailable when no broker answers.
     """
 
-    def __init__(self, bootstrap: str, *, names: Names, clock: Clock, rng: random.Random, client: str) -> None:
+    def __init__(
+        self,
+        bootstrap: str,
+        *,
+        names: Names,
+        clock: Clock,
+        rng: random.Random,
+        client: str,
+        create_topics: bool = True,
+    ) -> None:
+        self._create_topics = create_topics
         self._connection = Connection(bootstrap, client)
         self._publisher = Publisher(self._connection, clock)
         self._names = names
@@ -40,7 +50,7 @@ class KafkaLog:
         await self._exits.aclose()
 
     async def ensure(self, topics_: Sequence[TopicSpec]) -> None:
-        await topics.ensure(self._connection, topics_)
+        await topics.ensure(self._connection, topics_, may_make=self._create_topics)
 
     async def partitions(self, topic: str) -> int:
         return await self._connection.partitions(topic)

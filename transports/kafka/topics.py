@@ -21,8 +21,8 @@ _EXISTS: Final = 36
 """The protocol's error code for a topic that somebody else has made meanwhile."""
 
 
-async def ensure(connection: Connection, specs: Sequence[TopicSpec]) -> None:
-    """Makes the topics that are missing, with the brokers' default replication, then checks all.
+async def ensure(connection: Connection, specs: Sequence[TopicSpec], *, may_make: bool) -> None:
+    """Makes the topics that are missing, with the brokers' default replication, where that is allowed; checks all.
 
     Raises TopicFault, with the command that mends it, and LogUnavailable.
     """
@@ -30,7 +30,7 @@ async def ensure(connection: Connection, specs: Sequence[TopicSpec]) -> None:
     try:
         await connect(admin.start, connection.bootstrap)
         async with asyncio.timeout(REQUEST_S):
-            counts = await _make(admin, specs)
+            counts = await _make(admin, specs, connection.bootstrap, may_make=may_make)
             settings = await _settings(admin, specs)
     except TimeoutError as error:
         raise LogUnavailable(f"Kafka at {connection.bootstrap} did not answer in {REQUEST_S:.0f} s") from error
@@ -57,27 +57,42 @@ def wanted_settings(spec: TopicSpec) -> dict[str, str]:
     return settings
 
 
-async def _make(admin: AIOKafkaAdminClient, specs: Sequence[TopicSpec]) -> dict[str, int]:
+async def _make(
+    admin: AIOKafkaAdminClient, specs: Sequence[TopicSpec], bootstrap: str, *, may_make: bool
+) -> dict[str, int]:
     """Returns once every topic exists with a leader for each partition; their partition counts."""
     names = [spec.name for spec in specs]
     found = await _counts(admin, names)
-    missing = [
-        # An empty assignment lets the brokers choose, with their default replication.
-        NewTopic(spec.name, spec.partitions, -1, replica_assignments={}, topic_configs=wanted_settings(spec))
-        for spec in specs
-        if spec.name not in found
-    ]
+    missing = {spec.name: spec for spec in specs if spec.name not in found}
+    if missing and not may_make:
+        commands = "\n".join(_command(spec, bootstrap) for spec in missing.values())
+        raise TopicFault(f"topics are missing, and are not to be made by this; make them with\n{commands}")
     if missing:
-        response = await admin.create_topics(missing, timeout_ms=int(REQUEST_S * 1000))
+        new = [
+            # An empty assignment lets the brokers choose, with their default replication.
+            NewTopic(spec.name, spec.partitions, -1, replica_assignments={}, topic_configs=wanted_settings(spec))
+            for spec in missing.values()
+        ]
+        response = await admin.create_topics(new, timeout_ms=int(REQUEST_S * 1000))
         for name, code, *message in response.topic_errors:
             if code and code != _EXISTS:
-                raise TopicFault(f"topic {name} could not be made: {message or kafka_errors.for_code(code).__name__}")
+                why = message[0] if message and message[0] else kafka_errors.for_code(code).__name__
+                raise TopicFault(f"topic {name} could not be made: {why}\n{_command(missing[name], bootstrap)}")
             if not code:
                 log.info("topic_made", topic=name)
     while len(found) < len(set(names)):
         await asyncio.sleep(0.05)
         found = await _counts(admin, names)
     return found
+
+
+def _command(spec: TopicSpec, bootstrap: str) -> str:
+    """What makes a topic by hand."""
+    settings = " ".join(f"--config {key}={value}" for key, value in wanted_settings(spec).items())
+    return (
+        f"kafka-topics.sh --bootstrap-server {bootstrap} --create --topic {spec.name} --partitions {spec.partitions} "
+        f"{settings}"
+    )
 
 
 async def _counts(admin: AIOKafkaAdminClient, names: Sequence[str]) -> dict[str, int]:
