@@ -9,6 +9,7 @@ logging.py     where log entries go
 status.py      a stack at a glance
 models.py      the catalogue of models, and files
 demo.py        the demo
+audit/         whether every promise holds
 bench/         measurements, both sides in one run
 testbed/       a real Kafka and a real Redis on a bare machine
 setup/         what `make` runs before anything is installed

@@ -144,7 +144,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StateWrite(msgspec.Struct, frozen=True, kw_only=True):
-    """A folded state; written only when `offset` is beyond the stored one."""
+    """A folded state; written only when `offset` is beyond the stored one, with `again` also when it is the same."""
 
     job_id: str
     offset: int
@@ -153,6 +153,7 @@ class StateWrite(msgspec.Struct, frozen=True, kw_only=True):
     cancelled: bool = False
     crashes: int = 0
     terminal: str = ""
+    again: bool = False
 
 
 class Subscription(Protocol):

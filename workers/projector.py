@@ -124,7 +124,7 @@ class Projector:
             self._metrics.rebuilds.inc()
             await self._bus.put_positions(_encode(self._positions), first=True)
         else:
-            self._positions = _decode(stored)
+            self._positions = decode_positions(stored)
         self._trail.clear()
         self._leave_trail()
 
@@ -229,7 +229,7 @@ class Projector:
         await self._finish(ended)
         reach("projector.finished")
         # 5.
-        await self._bus.put_states([_write(state) for state in states.values() if state is not None])
+        await self._bus.put_states([state_write(state) for state in states.values() if state is not None])
         reach("projector.projected")
         now = self._clock.time()
         for record, _ in events:
@@ -291,7 +291,8 @@ def _finish_request(event: Terminal, base: int) -> FinishRequest:
     )
 
 
-def _write(state: JobState) -> StateWrite:
+def state_write(state: JobState) -> StateWrite:
+    """A state as the bus takes it."""
     return StateWrite(
         job_id=state.id,
         offset=state.offset,
@@ -317,7 +318,8 @@ def _encode(positions: Places) -> bytes:
     return msgspec.json.encode([[topic, partition, offset] for (topic, partition), offset in positions.items()])
 
 
-def _decode(stored: bytes) -> Places:
+def decode_positions(stored: bytes) -> Places:
+    """What is stored on the bus: all before these offsets has been projected. Nothing where it cannot be read."""
     try:
         rows = msgspec.json.decode(stored, type=list[tuple[str, int, int]])
     except msgspec.MsgspecError:

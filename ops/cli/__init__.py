@@ -6,6 +6,7 @@
     batch.py      batch
     models.py     models list, fetch, inspect
     operate.py    replay, demo
+    audit.py      audit
     bench.py      bench engine, fleet, queue
     chaos.py      chaos run, report
     options.py    flags that several of them share
@@ -36,6 +37,7 @@ COMMANDS: Final = {
     "projector": ("serve", "Run the projector: job states, and the ends of streams."),
     "gateway": ("serve", "Run the HTTP gateway."),
     "replay": ("operate", "Rebuild all job states from the log."),
+    "audit": ("audit", "Count from the log whether every promise holds."),
     "demo": ("operate", "Watch a handful of prompts go through a stack of their own."),
     "bench": ("bench", "Measure the engine, the whole fleet, or the queue."),
     "chaos": ("chaos", "Break a fleet on purpose, and count what that costs."),

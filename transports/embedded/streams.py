@@ -290,7 +290,7 @@ class Streams:
         self._connection.execute(
             "UPDATE jobs SET position = ?, state = ?, crashes = ?, cancelled = max(cancelled, ?), "
             "terminal = CASE ? WHEN '' THEN terminal ELSE ? END WHERE job = ? AND position < ?",
-            (w.offset, w.state, w.crashes, int(w.cancelled), w.terminal, w.terminal, job, w.offset),
+            (w.offset, w.state, w.crashes, int(w.cancelled), w.terminal, w.terminal, job, w.offset + w.again),
         )
 
     def note_queued(self, job: str, state: bytes, life_ms: int) -> None:

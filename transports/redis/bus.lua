@@ -262,9 +262,10 @@ local function read(keys, args)
   return with_tokens({head[3], head[1], head[2], whole(start), head[5] or '', terminal}, keys[3], start)
 end
 
--- ARGV: life in ms, offset, state, root, cancelled, crashes, terminal.   KEYS: the job's hash.
+-- ARGV: life in ms, offset, state, root, cancelled, crashes, terminal, also over the same offset (1) or not (0).
+-- KEYS: the job's hash.
 local function put_state(keys, args)
-  if tonumber(redis.call('HGET', keys[1], 'offset') or '-1') >= tonumber(args[2]) then return 'old' end
+  if tonumber(redis.call('HGET', keys[1], 'offset') or '-1') >= tonumber(args[2]) + tonumber(args[8]) then return 'old' end
   redis.call('HSET', keys[1], 'offset', args[2], 'state', args[3], 'crashes', args[6])
   if args[4] ~= '' then redis.call('HSET', keys[1], 'root', args[4]) end
   if args[5] ~= '' then redis.call('HSET', keys[1], 'cancelled', '1') end

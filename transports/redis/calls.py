@@ -76,8 +76,8 @@ class Calls:
 
     def put_state(self, write: StateWrite) -> Call:
         w = write
-        cancelled = "1" if w.cancelled else ""
-        return self._job("put_state", w.job_id, w.offset, w.state, w.root, cancelled, w.crashes, w.terminal)
+        said = (w.offset, w.state, w.root, "1" if w.cancelled else "", w.crashes, w.terminal, int(w.again))
+        return self._job("put_state", w.job_id, *said)
 
     def note_queued(self, job_id: str, state: bytes) -> Call:
         return self._job("note_queued", job_id, state)
