@@ -11,7 +11,10 @@ A batch of the tail is projected in this order:
 
 Everything may be projected again: a state knows the last event in it, a stream that has ended stays so. The positions
 that are stored lie a little behind, so that a bus that has failed over to an older copy, or another projector, sees
-the last events once more. A bus without positions has forgotten: all is projected from the beginning.
+the last events once more. A bus without positions has forgotten: all is projected from the beginning, job topics first.
+
+The log decides what a state says, not the order in which its topics come: what only the job's record tells is fetched
+where its first event has overtaken it.
 
 Positions, states and streams can't be written at once. A bus that is emptied between 1 and 5 keeps the state of a job
 of that batch without its earlier events; its result is right all the same.
@@ -33,13 +36,14 @@ from prometheus_client import CollectorRegistry
 from arriero.schemas.clock import Clock
 from arriero.schemas.codec import decode_event, decode_state, encode
 from arriero.schemas.errors import ArrieroError, BusUnavailable, LogUnavailable, SetupError, TopicFault, Unreadable
-from arriero.schemas.event import Event, Terminal, Undecodable
+from arriero.schemas.event import Event, OwnerEvent, Terminal, Undecodable
 from arriero.schemas.job import read_job
 from arriero.schemas.names import Names, parse_job_topic
 from arriero.schemas.state import JobState, fold, queued, stream_end
 from arriero.transports.bus import FinishRequest, StateWrite, TokenBus
 from arriero.transports.failpoints import reach
 from arriero.transports.log import JobLog, Record
+from arriero.transports.reading import until_now
 from arriero.workers.door import origin_of
 from arriero.workers.metrics import ProjectorMetrics
 
@@ -123,10 +127,21 @@ class Projector:
             log.info("projector_rebuilds", topics=len(self._topics))
             self._metrics.rebuilds.inc()
             await self._bus.put_positions(_encode(self._positions), first=True)
+            await self._note_jobs()
         else:
             self._positions = decode_positions(stored)
         self._trail.clear()
         self._leave_trail()
+
+    async def _note_jobs(self) -> None:
+        """Make the states of all jobs whose records are still there, before any event is folded into them."""
+        topics = [topic for topic in self._topics if topic != self._names.events]
+        start = {(topic, number): 0 for topic in topics for number in range(await self._log.partitions(topic))}
+        async with aclosing(until_now(self._log, start)) as batches:
+            async for batch in batches:
+                for at in range(0, len(batch), BATCH_RECORDS):
+                    await self._batch(batch[at : at + BATCH_RECORDS])
+                self._positions |= {(record.topic, record.partition): record.offset + 1 for record in batch}
 
     async def _find_topics(self) -> bool:
         """Learn of pools' topics; whether there are new ones."""
@@ -215,6 +230,7 @@ class Projector:
         ids = list({event.id: None for _, event in events})
         _, stored = await asyncio.gather(self._say(), self._bus.states(ids))
         states = {job_id: _state(state) for job_id, state in zip(ids, stored, strict=True)}
+        await self._add_records(states, [event for _, event in events])
         # 3.
         ended: list[Terminal] = []
         for record, event in events:
@@ -235,6 +251,21 @@ class Projector:
         for record, _ in events:
             self._metrics.lag.observe(max(0.0, now - record.time_ms / 1000))
         self._metrics.events.inc(len(events))
+
+    async def _add_records(self, states: dict[str, JobState | None], events: Iterable[Event]) -> None:
+        """Give states that know nothing of their job's record what it says, where it is still there."""
+        wanted: dict[tuple[str, int], dict[int, str]] = {}
+        for event in events:
+            state = states[event.id]
+            if isinstance(event, OwnerEvent) and (state is None or state.record is None):
+                origin = event.origin
+                wanted.setdefault((origin.topic, origin.partition), {}).setdefault(origin.offset, event.id)
+        for (topic, partition), offsets in wanted.items():
+            if topic in self._topics:
+                for record in await self._log.fetch(topic, partition, sorted(offsets)):
+                    base, state = self._queued(record), states[offsets[record.offset]]
+                    if base is not None and base.id == offsets[record.offset]:
+                        states[base.id] = base if state is None else _with_record(state, base)
 
     async def _finish(self, ended: Iterable[Terminal]) -> None:
         kept_since_ms = (self._clock.time() - STREAM_KEPT_S) * 1000
@@ -277,6 +308,12 @@ class Projector:
         except Exception:
             log.error("record_not_read", topic=record.topic, offset=record.offset, exc_info=True)
             return None
+
+
+def _with_record(state: JobState, base: JobState) -> JobState:
+    """What others have said of a job, on top of what its record says."""
+    names = ("partition", "offset", "history", "cancel_requested", "crashes", "duplicates")
+    return msgspec.structs.replace(base, **{name: getattr(state, name) for name in names})
 
 
 def _finish_request(event: Terminal, base: int) -> FinishRequest:
