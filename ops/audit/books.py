@@ -310,7 +310,7 @@ def _number(event: SettlingEvent) -> int:
 def _parse_root(root: str) -> tuple[Place, int] | None:
     topic, _, rest = root.partition("/")
     partition, _, offset = rest.partition("/")
-    return ((topic, int(partition)), int(offset)) if partition.isdigit() and offset.isdigit() else None
+    return ((topic, int(partition)), int(offset)) if partition.isdecimal() and offset.isdecimal() else None
 
 
 def _where(record: Record) -> str:

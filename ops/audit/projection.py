@@ -25,6 +25,8 @@ from arriero.transports.bus import Position, TokenBus
 from arriero.transports.log import KEEP_RESULTS_S, JobLog, Record
 from arriero.workers.projector import decode_positions, state_write
 
+HELD_MAX: Final = 50_000
+"""Jobs that have ended and whose states are behind or wrong: of more than so many some are let go of unjudged."""
 BATCH_JOBS: Final = 500
 BATCH_TOKENS: Final = 20_000
 """Jobs, and tokens of theirs, that wait in memory to be compared."""
@@ -53,7 +55,8 @@ class Projection:
         self._ended = ended
         self._positions: Mapping[tuple[str, int], int] = {}
         """What the bus says has been projected; empty when it has forgotten everything."""
-        self._ends: Mapping[tuple[str, int], int] = {}
+        self._ahead: dict[str, int] = {}
+        """States that were ahead of what has been read: their offsets."""
         self._firsts: dict[int, int] = {}
         """The first event that was still there, by partition."""
         self._folded: dict[str, JobState] = {}
@@ -99,14 +102,14 @@ class Projection:
         if record.key is not None:
             self._opaque.add(record.key.decode(errors="replace"))
 
-    async def finish(self, ends: Mapping[tuple[str, int], int]) -> list[Breach]:
-        """A look ends: all that is wrong now. ends: of the events topic, from after all that was read of the bus."""
-        self._ends = ends
+    async def finish(self) -> list[Breach]:
+        """A look ends: all that is wrong now."""
         await self._compare_fresh()
         await self._look_again_at_streams()
         await self._fold_again()
         for start in range(0, len(rest := list(self._folded)), BATCH_JOBS):
             await self._compare_states(rest[start : start + BATCH_JOBS])
+        await self._judge_ahead()
         self.lagging += len(self._behind)
         return [*self._wrong.values(), *(breach for breach, _, _ in self._wrong_streams.values())]
 
@@ -125,6 +128,9 @@ class Projection:
         for job_id, stored in zip(job_ids, await self._bus.states(job_ids), strict=True):
             folded = self._folded[job_id]
             problem = None if job_id in self._opaque else self._judge(folded, stored)
+            if problem is not None and len(self._wrong) >= HELD_MAX and job_id not in self._wrong:
+                del self._folded[job_id]
+                continue
             if problem is not None:
                 code, detail = problem
                 where = f"{self._names.events}/{folded.partition}/{folded.offset}"
@@ -136,6 +142,9 @@ class Projection:
             if folded.ended and (stored is None or offset == folded.offset or job_id in self._opaque):
                 self.states += stored is not None
                 self.lagging += stored is None
+                del self._folded[job_id]
+            elif folded.ended and len(self._behind) >= HELD_MAX:
+                self.lagging += 1
                 del self._folded[job_id]
             elif offset < folded.offset:
                 self._behind.add(job_id)
@@ -156,13 +165,23 @@ class Projection:
             behind = f"{state.status} at {state.offset}, {folded.status} in the log"
             return ("state_behind", behind) if projected else None
         if state.offset > folded.offset:
-            end = self._ends.get((self._names.events, folded.partition))
-            beyond = end is not None and state.offset >= end
-            return ("state_differs", f"it is of offset {state.offset}, and the events end at {end}") if beyond else None
+            self._ahead[folded.id] = state.offset
+            return None
         if state.history and state.history[0] < self._firsts.get(folded.partition, 0):
             return None  # its first events have expired
         names = differing(folded, state)
         return ("state_differs", f"in {', '.join(names)}") if names else None
+
+    async def _judge_ahead(self) -> None:
+        """States of later events than were read: the next look reads them, if they are there at all."""
+        ahead, self._ahead = self._ahead, {}
+        ends = await self._log.ends([self._names.events]) if ahead else {}
+        for job_id, offset in ahead.items():
+            folded = self._folded.get(job_id)
+            if folded is not None and offset >= (end := ends[self._names.events, folded.partition]):
+                where = f"{self._names.events}/{folded.partition}/{folded.offset}"
+                detail = f"it is of offset {offset}, and the events end at {end}"
+                self._wrong[job_id] = Breach("state_differs", where, detail, job_id)
 
     async def _fold_again(self) -> None:
         """Jobs of which something was heard after their state had been let go of."""
@@ -184,8 +203,7 @@ class Projection:
     # --- streams -------------------------------------------------------------------------------------------
 
     async def _look_again_at_streams(self) -> None:
-        for job_id, (_, partition, offset) in list(self._wrong_streams.items()):
-            del self._wrong_streams[job_id]
+        for _, partition, offset in list(self._wrong_streams.values()):
             for record in await self._log.fetch(self._names.events, partition, [offset]):
                 event = decode_event(record.value)
                 assert isinstance(event, Terminal)
@@ -196,6 +214,7 @@ class Projection:
             view = await self._bus.read(event.id, Position())
             projected = offset < self._positions.get((self._names.events, partition), 0)
             if view.status in ("none", "stale") or (view.status == "open" and not projected):
+                self._wrong_streams.pop(event.id, None)
                 continue
             where = f"{self._names.events}/{partition}/{offset}"
             recorded = [token.on_bus() for token in event.output.tokens]
@@ -206,6 +225,7 @@ class Projection:
                 problem = "it ended otherwise"
             elif view.tokens != recorded:
                 if view.tokens == recorded[: len(view.tokens)]:
+                    self._wrong_streams.pop(event.id, None)
                     self.short += 1
                     continue
                 at = next((i for i, pair in enumerate(zip(view.tokens, recorded)) if pair[0] != pair[1]), len(recorded))  # noqa: B905
@@ -213,6 +233,7 @@ class Projection:
             if problem:
                 self._wrong_streams[event.id] = (Breach("stream_differs", where, problem, event.id), partition, offset)
                 continue
+            self._wrong_streams.pop(event.id, None)
             self.streams += 1
             self.tokens_recorded += len(recorded)
             self.tokens_streamed += len(view.tokens)
