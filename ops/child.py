@@ -26,6 +26,7 @@ ROLES: Final[dict[str, Role]] = {
     "worker": wiring.run_worker,
     "bare-worker": partial(wiring.run_worker, bare=True),
     "projector": wiring.run_projector,
+    "relay": wiring.run_relay,
     "gateway": wiring.run_gateway,
 }
 SETTINGS_VARIABLE: Final = "ARRIERO_CHILD_SETTINGS"

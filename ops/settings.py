@@ -14,7 +14,7 @@ from typing import Final, Literal
 import msgspec
 
 from arriero.schemas.errors import SetupError
-from arriero.schemas.names import NAMESPACE_DEFAULT, POOL_DEFAULT, Names, check_word
+from arriero.schemas.names import MAX_ATTEMPTS, NAMESPACE_DEFAULT, POOL_DEFAULT, Names, check_word
 from arriero.transports.connect import Endpoints
 from arriero.transports.log import TopicSpec
 
@@ -24,6 +24,8 @@ GRACE_S: Final = 20.0
 """How long a stopping worker may finish what it runs. Short enough for the usual 30 s before a forced kill."""
 WAIT_S: Final = 60.0
 """A cluster that starts together with its clients is there by then; a wrong address is told of soon enough."""
+DELAY_PARTITIONS: Final = 1
+"""Of each delay topic: a relay moves thousands of records a second, and one partition keeps them in order."""
 DEAD_RETENTION_S: Final = 60 * 86_400.0
 
 
@@ -67,6 +69,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """The worker's name; the host's when empty."""
     engine: EngineSettings = EngineSettings()
     grace_s: float = GRACE_S
+    max_attempts: int = MAX_ATTEMPTS
     host: str = "127.0.0.1"
     port: int = 8080
     metrics_host: str = "127.0.0.1"
@@ -103,6 +106,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         """All that the fleet needs, in the order of a job's way."""
         names = self.names
         specs = [TopicSpec(topic, partitions) for topic in names.job_topics(self.pool)]
+        specs += [TopicSpec(topic, DELAY_PARTITIONS, append_time=True) for topic in names.delay_topics(self.pool)]
         specs.append(TopicSpec(names.events, event_partitions))
         specs.append(TopicSpec(names.dead, 1, retention_s=DEAD_RETENTION_S))
         return specs

@@ -1,5 +1,5 @@
-"""`arriero up`: worker, projector and gateway as supervised children on one machine; `arriero worker` and its like as
-one supervised child."""
+"""`arriero up`: projector, relay, worker and gateway as supervised children on one machine; `arriero worker` and the
+like as one supervised child."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from arriero.schemas.errors import BusUnavailable, LogUnavailable, SetupError
 WAIT_POLL_S: Final = 0.5
 log = structlog.get_logger(__name__)
 
-UP_ROLES: Final = ("projector", "worker", "gateway")
+UP_ROLES: Final = ("projector", "relay", "worker", "gateway")
 """In the order of starting. They stop in reverse: no new requests first, and the ends of streams last."""
 
 

@@ -114,7 +114,7 @@ async def run_worker(settings: Settings, ready: Ready, request: StopRequest, *, 
     Raises ModelError, SetupError, LogUnavailable, EngineError.
     """
     need("worker", "prometheus_client")
-    from arriero.workers.worker import Worker
+    from arriero.workers.worker import Worker, WorkerSettings
 
     registry = serve_metrics(settings)
     clock = SystemClock()
@@ -135,6 +135,7 @@ async def run_worker(settings: Settings, ready: Ready, request: StopRequest, *, 
             model_names=[name],
             clock=clock,
             rng=system_random(),
+            settings=WorkerSettings(max_attempts=settings.max_attempts),
             registry=registry,
         )
         async with worker:
@@ -180,6 +181,26 @@ async def run_projector(settings: Settings, ready: Ready, request: StopRequest) 
         )
         ready()
         await _until_asked(projector.run(), request)
+
+
+async def run_relay(settings: Settings, ready: Ready, request: StopRequest) -> None:
+    """Raises LogUnavailable, TopicFault."""
+    need("worker", "prometheus_client")
+    from arriero.workers.relay import Relay
+
+    registry = serve_metrics(settings)
+    async with open_log(settings, "relay") as job_log:
+        await ensure_topics(job_log, settings)
+        relay = Relay(
+            job_log,
+            names=settings.names,
+            pool=settings.pool,
+            name=f"relay-{worker_name()}",
+            clock=SystemClock(),
+            registry=registry,
+        )
+        ready()
+        await _until_asked(relay.run(), request)
 
 
 async def run_gateway(settings: Settings, ready: Ready, request: StopRequest) -> None:

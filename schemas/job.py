@@ -27,6 +27,8 @@ VERSION: Final = 1
 JOB_MAX_BYTES: Final = 1 << 20
 """Largest job record that is accepted; fleet topics allow 4 MiB so that retry and dead-letter records,
 which wrap a job, always fit."""
+FLEET_MAX_BYTES: Final = 2 * JOB_MAX_BYTES
+"""Largest record of a later attempt: the job once more, with the fleet's own fields, and numbers written out."""
 ID_PATTERN: Final = re.compile(r"[A-Za-z0-9._:~-]{1,200}\Z")
 """Ids are part of keys and channels of the token bus: no braces, no spaces, bounded."""
 STOP_MAX_STRINGS: Final = 16
@@ -135,6 +137,12 @@ def encode_job(job: Job) -> bytes:
     return value
 
 
+def fleet_record(job: Job) -> bytes:
+    """The bytes of a record that the fleet writes of an accepted job: its own fields may make it longer than a client's
+    may be."""
+    return _encoder.encode(job)
+
+
 def check_id(job_id: str) -> None:
     """Raises BadJob(bad_id) for what can be no job's id."""
     if not ID_PATTERN.match(job_id):
@@ -157,8 +165,10 @@ def read_job(value: bytes | None) -> Job:
     for a later release, Undecodable when not even a valid id can be read.
     """
     try:
-        if value is not None and len(value) <= JOB_MAX_BYTES:
+        if value is not None and len(value) <= FLEET_MAX_BYTES:
             job = _decoder.decode(value)
+            if job.attempt == 1:
+                check_size(value, job.id)
             check_job(job)
             return job
     except msgspec.MsgspecError:

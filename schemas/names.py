@@ -18,6 +18,9 @@ TRACEPARENT: Final = "traceparent"
 DELAY_STEPS: Final[tuple[tuple[str, float], ...]] = (("1s", 1.0), ("10s", 10.0), ("60s", 60.0), ("300s", 300.0))
 """A retry's delay topics, name and seconds: one topic a step keeps each of them in order of due time."""
 
+MAX_ATTEMPTS: Final = len(DELAY_STEPS) + 1
+"""Runs that a transient error may cost a job that does not say: one, and one behind each step, six minutes in all."""
+
 _WORD: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,60}\Z")
 
 
@@ -47,6 +50,10 @@ class Names(msgspec.Struct, frozen=True):
 
     def delay(self, pool: str, step: str) -> str:
         return f"{self.namespace}.delay.{check_word('pool', pool)}.{step}"
+
+    def delay_topics(self, pool: str) -> tuple[str, ...]:
+        """A pool's delay topics, the shortest step first."""
+        return tuple(self.delay(pool, step) for step, _ in DELAY_STEPS)
 
     # consumer groups
     def workers_group(self, pool: str) -> str:

@@ -86,6 +86,8 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     digest: str = ""
     record: Origin | None = None
     batch: BatchRef | None = None
+    replay_of: str = ""
+    """The dead-lettered job that this one runs again."""
     attempt: int = 1
     worker: str = ""
     queued_ms: int = 0
@@ -131,6 +133,7 @@ def queued(job: Job, origin: Origin, priority: PriorityClass) -> JobState:
         digest=body_digest(job),
         record=origin,
         batch=job.batch,
+        replay_of=job.replay_of or "",
         attempt=job.attempt,
         queued_ms=origin.time_ms,
     )

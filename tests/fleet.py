@@ -39,6 +39,7 @@ PARTITIONS = 2
 def topics(names: Names, pool: str = POOL, partitions: int = PARTITIONS) -> list[TopicSpec]:
     return [
         *(TopicSpec(topic, partitions) for topic in names.job_topics(pool)),
+        *(TopicSpec(topic, 1, append_time=True) for topic in names.delay_topics(pool)),
         TopicSpec(names.events, partitions),
         TopicSpec(names.dead, 1),
     ]

@@ -39,17 +39,18 @@ from arriero.schemas.event import (
     Preempted,
     Progressed,
     Rejected,
+    Requeued,
     Resumed,
+    RetryScheduled,
     Started,
     Terminal,
     Undecodable,
 )
-from arriero.schemas.names import Names, parse_job_topic
-from arriero.schemas.state import TERMINAL_STATUS
+from arriero.schemas.names import Names
 from arriero.transports.failpoints import reach
 from arriero.transports.ledger import Ledger
 from arriero.transports.log import RECORD_MAX_BYTES, Claim, Commit, Outgoing
-from arriero.workers.metrics import WorkerMetrics
+from arriero.workers.metrics import CommitMetrics
 
 log = structlog.get_logger(__name__)
 
@@ -67,6 +68,8 @@ OwnersEvent = (
     | Progressed
     | Preempted
     | Resumed
+    | RetryScheduled
+    | Requeued
     | Duplicate
     | Completed
     | Failed
@@ -129,9 +132,19 @@ P = TypeVar("P", bound=Pending)
 class Committer(Generic[P]):
     """What a worker holds of one partition. `run` must be running until it is dropped or released."""
 
-    def __init__(self, claim: Claim, *, names: Names, worker: str, clock: Clock, metrics: WorkerMetrics) -> None:
+    def __init__(
+        self,
+        claim: Claim,
+        *,
+        names: Names,
+        worker: str,
+        clock: Clock,
+        metrics: CommitMetrics,
+        settled: Callable[[OwnersEvent], None],
+    ) -> None:
+        """settled: told each event that has settled a record, once it is durable."""
         self.topic, self.partition = claim.topic, claim.partition
-        self._priority = parse_job_topic(claim.topic).priority
+        self._settled = settled
         self.fence = claim.fence
         """The claim's; while in doubt, that of the last one."""
         self.pending: dict[int, P | None] = {}
@@ -308,8 +321,10 @@ class Committer(Generic[P]):
         elif isinstance(item.event, Progressed) and item.event.tokens:
             # The job goes on without this checkpoint: what a later one adds begins behind it, so readers see the gap.
             item.event = msgspec.structs.replace(item.event, tokens=[])
-        elif item.records:
-            item.records = ()
+        elif isinstance(item.event, RetryScheduled):
+            item.event, item.records = _without_retry(item.event), ()
+        elif item.records and isinstance(item.event, Terminal | Undecodable):
+            item.records = ()  # the copy in the dead-letter topic; the event still tells how it ended
         else:
             raise RecordTooLarge(f"the log refuses even a small record for {self._names.events}")
 
@@ -323,7 +338,7 @@ class Committer(Generic[P]):
         for item in items:
             if item.settles is not None:
                 self.pending.pop(item.settles, None)
-                self._metrics.jobs.labels(_outcome(item.event), self._priority).inc()
+                self._settled(item.event)
         self._let_go(items)
         self._change()
 
@@ -343,15 +358,17 @@ class Committer(Generic[P]):
         self._changed = asyncio.Event()
 
 
-def _outcome(event: OwnersEvent) -> str:
-    return TERMINAL_STATUS[type(event)] if isinstance(event, Terminal) else type(event).__name__.lower()
-
-
 def _without_output(event: Terminal) -> Failed:
     """What is recorded in place of a terminal event that the log refuses for its size."""
     kept = {name: getattr(event, name) for name in OwnerEvent.__struct_fields__}
     error = Error("output_too_large", f"the output of {event.output.count:,} tokens is larger than a record may be")
     return Failed(**kept, digest=event.digest, usage=event.usage, output=Output(), error=error)
+
+
+def _without_retry(event: RetryScheduled) -> Failed:
+    """What is recorded in place of a retry whose record the log refuses for its size."""
+    kept = {name: getattr(event, name) for name in OwnerEvent.__struct_fields__}
+    return Failed(**kept, digest=event.digest, error=event.error)
 
 
 def _oldest(starts: Iterable[int]) -> int:

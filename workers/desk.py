@@ -9,18 +9,22 @@ intake ──▶ take ──▶ submit ──▶ engine ──step──▶ on_s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
 
 import structlog
 
 from arriero.schemas.clock import Clock, now_ms
-from arriero.schemas.event import Completed, Terminal
+from arriero.schemas.errors import ERROR_TEXT_CHARS
+from arriero.schemas.event import Completed, Error, RetryScheduled, Terminal
 from arriero.schemas.job import CLASSES, PriorityClass, job_seed
+from arriero.schemas.names import Names
+from arriero.transports.log import Outgoing
 from arriero.workers.commit import OwnersEvent
 from arriero.workers.engine.seam import Ending, ModelInfo, StepReport, Update, Work
 from arriero.workers.held import Held
 from arriero.workers.metrics import WorkerMetrics
+from arriero.workers.retry import after_failure
 from arriero.workers.stream import Streams
 
 log = structlog.get_logger(__name__)
@@ -74,11 +78,24 @@ class WaitingRoom:
 class Desk:
     """See above. `on_step` is the engine's callback."""
 
-    def __init__(self, *, engine: Engine, clock: Clock, metrics: WorkerMetrics, read_ahead: int) -> None:
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        names: Names,
+        pool: str,
+        clock: Clock,
+        metrics: WorkerMetrics,
+        read_ahead: int,
+        max_attempts: int,
+    ) -> None:
         self.rooms: dict[PriorityClass, WaitingRoom] = {name: WaitingRoom(read_ahead) for name in CLASSES}
         self.streams: Streams
         """Set once, before anything is taken: they call back here."""
         self._engine = engine
+        self._names = names
+        self._pool = pool
+        self._max_attempts = max_attempts
         self._clock = clock
         self._metrics = metrics
         self._held: dict[int, Held] = {}
@@ -100,10 +117,11 @@ class Desk:
     def waiting(self) -> int:
         return sum(room.count for room in self.rooms.values())
 
-    def first_of(self, job_id: str, root: str) -> tuple[str, str] | None:
-        """Root and digest of another record's job of this id: one in hand, or recorded a moment ago."""
+    def first_of(self, job_id: str, root: str, attempt: int) -> tuple[str, str] | None:
+        """Root and digest of another record's job of this id: one in hand, or recorded a moment ago. An earlier attempt
+        is none: that this one is here says that it was settled, though its commit may still be in doubt here."""
         held = self._by_id.get(job_id)
-        if held is not None:
+        if held is not None and not (held.root == root and held.job.attempt < attempt):
             return held.root, held.digest
         recent = self._recent.get(job_id)
         return recent if recent is not None and recent[0] != root else None
@@ -137,7 +155,7 @@ class Desk:
             )
         )
 
-    def settle(self, held: Held, event: OwnersEvent) -> None:
+    def settle(self, held: Held, event: OwnersEvent, records: Sequence[Outgoing] = ()) -> None:
         """The job ends with this event; it stays in hand until that is recorded."""
         held.over = True
         self._leave_room(held)
@@ -146,7 +164,9 @@ class Desk:
         else:
             self.streams.close(held.stream)
         ends = isinstance(event, Terminal)
-        held.committer.add(event, settles=held.origin.offset, done=lambda: self._recorded(held, ends=ends))
+        held.committer.add(
+            event, settles=held.origin.offset, records=records, done=lambda: self._recorded(held, ends=ends)
+        )
 
     def drop(self, held: Iterable[Held | None]) -> None:
         """Leave jobs to the next owner of their partition."""
@@ -248,7 +268,21 @@ class Desk:
             tokens=len(held.tokens),
             code=ending.code or None,
         )
-        self.settle(held, held.ended(ending, now_ms(self._clock)))
+        if ending.retriable:
+            self._failed(held, Error(ending.code or "engine_error", ending.error[:ERROR_TEXT_CHARS]))
+        else:
+            self.settle(held, held.ended(ending, now_ms(self._clock)))
+
+    def _failed(self, held: Held, error: Error) -> None:
+        """An attempt has failed for a reason that may pass. What it has decoded is recorded with that."""
+        time_ms = now_ms(self._clock)
+        event, records = after_failure(
+            held, error, names=self._names, pool=self._pool, max_attempts=self._max_attempts, time_ms=time_ms
+        )
+        if isinstance(event, RetryScheduled):
+            for progressed in held.progressed(time_ms):
+                held.committer.add(progressed, lazy=True)
+        self.settle(held, event, records)
 
     def _begin_anew(self, held: Held) -> None:
         """What was adopted from an earlier owner is of no use."""

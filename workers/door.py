@@ -52,7 +52,7 @@ def check_record(record: Record, priority: PriorityClass, model_names: Sequence[
 
 
 def refusal(
-    names: Names, record: Record, priority: PriorityClass, error: BadJob | Undecodable, time_ms: int
+    names: Names, record: Record, priority: PriorityClass | None, error: BadJob | Undecodable, time_ms: int
 ) -> tuple[Rejected | DeadLettered | UndecodableEvent, list[Outgoing]]:
     """How a record that is no acceptable job ends: its event, and a copy for the dead-letter topic where the job may
     run one day or nothing else tells what it was."""

@@ -11,6 +11,7 @@ from arriero.schemas.errors import ERROR_TEXT_CHARS
 from arriero.schemas.event import (
     Cancelled,
     Completed,
+    DeadLettered,
     Duplicate,
     Error,
     Expired,
@@ -21,6 +22,7 @@ from arriero.schemas.event import (
     Progressed,
     Rejected,
     Resumed,
+    RetryScheduled,
     Stage,
     Started,
     Usage,
@@ -151,6 +153,20 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
     def failed(self, time_ms: int, error: Error) -> Failed:
         return Failed(**self._terminal(time_ms), error=error)
 
+    def retry_scheduled(self, time_ms: int, error: Error, *, step: str, due_ms: int) -> RetryScheduled:
+        return RetryScheduled(
+            **self._owner(time_ms),
+            digest=self.digest,
+            error=error,
+            next_attempt=self.job.attempt + 1,
+            step=step,
+            due_ms=due_ms,
+            streamed=len(self.tokens),
+        )
+
+    def dead_lettered(self, time_ms: int, reason: str, error: Error) -> DeadLettered:
+        return DeadLettered(**self._terminal(time_ms), reason=reason, error=error)
+
     def duplicate(self, time_ms: int, first_root: str, body_differs: bool) -> Duplicate:
         return Duplicate(**self._owner(time_ms), digest=self.digest, first_root=first_root, body_differs=body_differs)
 
@@ -166,7 +182,7 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
         return self._owner(time_ms) | {"digest": self.digest, "output": output, "usage": self.usage}
 
 
-def about(job_id: str, origin: Origin, priority: PriorityClass, time_ms: int) -> dict[str, Any]:
+def about(job_id: str, origin: Origin, priority: PriorityClass | None, time_ms: int) -> dict[str, Any]:
     """What every owner's event says. Worker and fence are stamped on when it is committed: the fence may have been
     raised by then."""
     return {

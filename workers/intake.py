@@ -105,7 +105,7 @@ class Intake:
                 continue
             # 2.
             held = self._hold(record, job, digest)
-            first = self._desk.first_of(job.id, held.root)
+            first = self._desk.first_of(job.id, held.root, job.attempt)
             if first is None:
                 self._desk.take(held)
                 jobs.append(held)
@@ -213,7 +213,7 @@ class Intake:
         )
         if isinstance(error, BadJob) and error.job_id is not None:
             root = str(origin_of(record))
-            first = self._desk.first_of(error.job_id, root)
+            first = self._desk.first_of(error.job_id, root, 1)
             first_root = first[0] if first is not None else ""
             if first is None:
                 state = (await self._states([error.job_id])).get(error.job_id)

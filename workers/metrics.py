@@ -18,11 +18,22 @@ _STEPS: Final = (0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0
 _FILL: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
-class WorkerMetrics:
+class CommitMetrics:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.commit_time = Histogram(
+            "arriero_commit_seconds", "How long does the log take for a commit?", buckets=_SPANS, registry=registry
+        )
+        self.commit_items = Histogram(
+            "arriero_commit_events", "How many events share a commit?", buckets=_FILL, registry=registry
+        )
+
+
+class WorkerMetrics(CommitMetrics):
     """Labels are bounded: a class, an outcome, a part of a step; never a job or a tenant. Children of hot metrics are
     looked up once."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry)
         queue_time = Histogram(
             "arriero_request_queue_time_seconds",
             "How long do jobs wait from their record's time to a slot?",
@@ -77,11 +88,11 @@ class WorkerMetrics:
             "arriero_jobs", "How do jobs end? Counted once recorded.", ["outcome", "class"], registry=registry
         )
         self.claims = Gauge("arriero_claims", "How many partitions does this worker own?", registry=registry)
-        self.commit_time = Histogram(
-            "arriero_commit_seconds", "How long does the log take for a commit?", buckets=_SPANS, registry=registry
+        self.retries = Counter(
+            "arriero_retries", "How many attempts have failed for a reason that may pass?", ["step"], registry=registry
         )
-        self.commit_items = Histogram(
-            "arriero_commit_events", "How many events share a commit?", buckets=_FILL, registry=registry
+        self.dead_letters = Counter(
+            "arriero_dead_letters", "How many jobs were given up, and why?", ["reason"], registry=registry
         )
         self.bus_lag = Histogram(
             "arriero_bus_lag_seconds",
@@ -90,6 +101,17 @@ class WorkerMetrics:
             registry=registry,
         )
         self.bus_away = Gauge("arriero_bus_unavailable", "Is the bus out of this worker's reach?", registry=registry)
+
+
+class RelayMetrics(CommitMetrics):
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry)
+        self.requeued = Counter(
+            "arriero_requeued", "How many retries are back in the queue?", ["step"], registry=registry
+        )
+        self.lag = Histogram(
+            "arriero_relay_lag_seconds", "How late is a retry that was due?", buckets=_SPANS, registry=registry
+        )
 
 
 class ProjectorMetrics:

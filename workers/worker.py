@@ -13,6 +13,7 @@ import contextlib
 import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from functools import partial
 from typing import Final, Protocol
 
 import msgspec
@@ -21,12 +22,14 @@ from prometheus_client import CollectorRegistry
 
 from arriero.schemas.clock import Clock, now_ms
 from arriero.schemas.errors import EngineError, LogError
-from arriero.schemas.job import Job
-from arriero.schemas.names import Names
+from arriero.schemas.event import DeadLettered, RetryScheduled, Terminal
+from arriero.schemas.job import Job, PriorityClass
+from arriero.schemas.names import MAX_ATTEMPTS, Names, parse_job_topic
+from arriero.schemas.state import TERMINAL_STATUS
 from arriero.schemas.worker import WorkerInfo
 from arriero.transports.bus import TokenBus
 from arriero.transports.log import Claim, Gained, JobLog, Membership
-from arriero.workers.commit import Committer
+from arriero.workers.commit import Committer, OwnersEvent
 from arriero.workers.desk import Desk, Engine
 from arriero.workers.engine.seam import StepReport
 from arriero.workers.held import Held
@@ -67,6 +70,8 @@ MakeRunner = Callable[[Callable[[StepReport], None]], AbstractAsyncContextManage
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_s: float = 5.0
     """How often running jobs are recorded as Progressed: what a loss of worker and bus together costs at most."""
+    max_attempts: int = MAX_ATTEMPTS
+    """Runs that a transient error may cost a job that does not say."""
     read_ahead: int = 0
     """Jobs of each class that are read and hold no slot yet; 0 lets it follow from the slots."""
 
@@ -137,8 +142,11 @@ class Worker:
             slots = runner.info.slots
             self._desk = Desk(
                 engine=runner,
+                names=self._names,
+                pool=self._pool,
                 clock=self._clock,
                 metrics=self._metrics,
+                max_attempts=self._settings.max_attempts,
                 read_ahead=self._settings.read_ahead or min(READ_AHEAD_MOST, max(READ_AHEAD_LEAST, 2 * slots)),
             )
             self._streams = self._desk.streams = Streams(
@@ -252,7 +260,12 @@ class Worker:
                 await claim.release()
             return
         committer = Committer[Held](
-            claim, names=self._names, worker=self._name, clock=self._clock, metrics=self._metrics
+            claim,
+            names=self._names,
+            worker=self._name,
+            clock=self._clock,
+            metrics=self._metrics,
+            settled=partial(self._count, parse_job_topic(claim.topic).priority),
         )
         intake = Intake(
             committer,
@@ -272,6 +285,14 @@ class Worker:
             intake=self._tasks.create_task(intake.run(), name=f"intake {place}"),
             commits=self._tasks.create_task(committer.run(), name=f"commits {place}"),
         )
+
+    def _count(self, priority: PriorityClass, event: OwnersEvent) -> None:
+        outcome = TERMINAL_STATUS[type(event)] if isinstance(event, Terminal) else type(event).__name__.lower()
+        self._metrics.jobs.labels(outcome, priority).inc()
+        if isinstance(event, RetryScheduled):
+            self._metrics.retries.labels(event.step).inc()
+        elif isinstance(event, DeadLettered):
+            self._metrics.dead_letters.labels(event.reason).inc()
 
     def _resume(self, partition: _Partition, claim: Claim) -> None:
         """Nobody owned it in between: what is in hand goes on, under the new fence."""

@@ -1,7 +1,8 @@
 """The command `arriero`. Commands live in modules of their own and are imported when they are called, so that
 `--help` and client commands start quickly.
 
-    serve.py      up, worker, projector, gateway
+    serve.py      up, worker, projector, relay, gateway
+    dead.py       dead list, show, replay
     jobs.py       submit, stream, status, history, cancel
     batch.py      batch
     models.py     models list, fetch, inspect
@@ -25,7 +26,7 @@ import click
 from arriero.schemas.errors import ArrieroError, ModelError, SetupError
 
 COMMANDS: Final = {
-    "up": ("serve", "Start worker, projector and gateway on this machine."),
+    "up": ("serve", "Start worker, projector, relay and gateway on this machine."),
     "submit": ("jobs", "Publish a job and show its tokens as they come."),
     "stream": ("jobs", "Show a job's tokens, from its start or from an index on."),
     "status": ("jobs", "Tell what is known of a job."),
@@ -35,7 +36,9 @@ COMMANDS: Final = {
     "models": ("models", "List, fetch and inspect models."),
     "worker": ("serve", "Run one worker."),
     "projector": ("serve", "Run the projector: job states, and the ends of streams."),
+    "relay": ("serve", "Run the relay: retries go back into the queue when they are due."),
     "gateway": ("serve", "Run the HTTP gateway."),
+    "dead": ("dead", "List, show and replay jobs that were given up."),
     "replay": ("operate", "Rebuild all job states from the log."),
     "audit": ("audit", "Count from the log whether every promise holds."),
     "demo": ("operate", "Watch a handful of prompts go through a stack of their own."),

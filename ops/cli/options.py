@@ -17,8 +17,8 @@ from arriero.ops.settings import (
     cache_folder,
     data_folder,
 )
-from arriero.schemas.job import CLASSES
-from arriero.schemas.names import NAMESPACE_DEFAULT, POOL_DEFAULT
+from arriero.schemas.job import CLASSES, MAX_ATTEMPTS_LIMIT
+from arriero.schemas.names import MAX_ATTEMPTS, NAMESPACE_DEFAULT, POOL_DEFAULT
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -97,6 +97,13 @@ engine = _all(
 )
 
 worker = _all(
+    _flag(
+        "--max-attempts",
+        type=click.IntRange(1, MAX_ATTEMPTS_LIMIT),
+        default=MAX_ATTEMPTS,
+        show_default=True,
+        help="Runs that a transient error may cost a job that does not say.",
+    ),
     _flag("--worker", metavar="NAME", default="", help="The worker's name.  [default: from host and process]"),
     _flag(
         "--grace",

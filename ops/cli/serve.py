@@ -1,4 +1,4 @@
-"""up, worker, projector, gateway."""
+"""up, worker, projector, relay, gateway."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STATUS_EVERY_S = 1.0
 @options.worker
 @options.gateway
 def up(**flags: Any) -> None:
-    """Start worker, projector and gateway on this machine, and keep them running until Ctrl-C.
+    """Start worker, projector, relay and gateway on this machine, and keep them running until Ctrl-C.
 
     Without --kafka and --redis, queue and token bus live in the data folder, and no other program is needed. Other
     terminals reach the stack through the same folder. Logs go to files in it.
@@ -81,6 +81,15 @@ def projector(**flags: Any) -> None:
 @click.command()
 @options.connection
 @options.server
+@options.metrics
+def relay(**flags: Any) -> None:
+    """Run a pool's relay: it puts jobs whose attempt failed back into the queue when they are due. One is enough."""
+    _run_one("relay", flags)
+
+
+@click.command()
+@options.connection
+@options.server
 @options.gateway
 def gateway(**flags: Any) -> None:
     """Run the HTTP gateway: an OpenAI-compatible door to the queue.
@@ -106,6 +115,7 @@ def _run_one(role: str, flags: dict[str, Any]) -> None:
 _PARTS: Final = {
     "worker": ("worker", "prometheus_client"),
     "projector": ("worker", "prometheus_client"),
+    "relay": ("worker", "prometheus_client"),
     "gateway": ("gateway", "aiohttp"),
 }
 

@@ -219,7 +219,7 @@ def is_server(pid: int) -> bool:
 
 def test_a_supervisor_that_is_killed_during_the_start_leaves_nothing(embedded: Terminal) -> None:
     up = embedded.start("up", "--engine", "echo", "--port", "0")
-    until(lambda: len(up.children()) == 3)
+    until(lambda: len(up.children()) == 4)
     up.signal(signal.SIGKILL)
     until(lambda: not left_over(embedded.folder))
 
@@ -267,7 +267,7 @@ def test_a_worker_that_is_killed_is_started_again_and_the_job_ends_once(both: Te
     assert both.run("stream", job_id).out == LONG + "\n"
 
 
-@pytest.mark.parametrize("role", ["projector", "gateway"])
+@pytest.mark.parametrize("role", ["projector", "relay", "gateway"])
 def test_a_part_that_is_killed_is_started_again_and_works_on(embedded: Terminal, role: str) -> None:
     up = embedded.up()
     os.kill(up.children()[role], signal.SIGKILL)

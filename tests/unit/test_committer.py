@@ -12,13 +12,23 @@ from prometheus_client import CollectorRegistry
 from arriero.schemas.clock import SystemClock
 from arriero.schemas.codec import decode_event
 from arriero.schemas.errors import LogUnavailable, RecordTooLarge
-from arriero.schemas.event import Completed, Event, Failed, Origin, Output, Progressed, Started
+from arriero.schemas.event import (
+    Completed,
+    Error,
+    Event,
+    Failed,
+    Origin,
+    Output,
+    Progressed,
+    RetryScheduled,
+    Started,
+)
 from arriero.schemas.names import Names
 from arriero.schemas.token import Token
 from arriero.transports.ledger import Ledger
 from arriero.transports.log import Commit, Outgoing, Record
 from arriero.workers.commit import Committer
-from arriero.workers.metrics import WorkerMetrics
+from arriero.workers.metrics import CommitMetrics
 
 NAMES = Names("test")
 TOPIC = NAMES.jobs("default", "standard")
@@ -91,7 +101,12 @@ def claim() -> ScriptedClaim:
 @pytest.fixture
 async def committer(claim: ScriptedClaim) -> AsyncIterator[Committer]:
     committer = Committer(
-        claim, names=NAMES, worker="w", clock=SystemClock(), metrics=WorkerMetrics(CollectorRegistry())
+        claim,
+        names=NAMES,
+        worker="w",
+        clock=SystemClock(),
+        metrics=CommitMetrics(CollectorRegistry()),
+        settled=lambda event: None,
     )
     task = asyncio.create_task(committer.run())
     yield committer
@@ -250,3 +265,17 @@ async def test_the_ledger_is_told_the_oldest_start_of_what_goes_on(committer: Co
     committer.add(completed(1), settles=1)
     await flushed(committer)
     assert [commit.oldest_start_ms for commit in claim.commits] == [50, 70, 0]
+
+
+async def test_a_retry_that_the_log_refuses_ends_the_job_instead_of_losing_it(
+    committer: Committer, claim: ScriptedClaim
+) -> None:
+    claim.limit_bytes = 2_000
+    event = RetryScheduled(**about(0), error=Error("engine_error", "x"), next_attempt=2, step="1s", due_ms=1)  # type: ignore[arg-type]
+    committer.add(event, settles=0, records=[Outgoing(NAMES.delay("default", "1s"), b"k", b"x" * 3_000)])
+    await flushed(committer)
+    ((failed,),) = claim.events()
+    assert isinstance(failed, Failed)
+    assert failed.error.code == "engine_error"
+    assert claim.commits[-1].settled == [0]
+    assert len(claim.commits[-1].records) == 1

@@ -19,7 +19,7 @@ OURS = {name: service for name, service in SERVICES.items() if "build" in servic
 
 
 def test_all_services_are_there() -> None:
-    assert set(SERVICES) == {"kafka", "redis", "worker", "worker-cuda", "projector", "gateway", "prometheus"}
+    assert set(SERVICES) == {"kafka", "redis", "worker", "worker-cuda", "projector", "relay", "gateway", "prometheus"}
 
 
 @pytest.mark.parametrize("name", SERVICES)

@@ -175,7 +175,7 @@ def test_every_command_that_the_docs_name_exists(document: str, command: str) ->
 
 
 def test_every_metric_that_the_docs_name_exists() -> None:
-    source = "".join((ROOT / path).read_text() for path in ("workers/metrics.py", "producer/gateway/metrics.py"))
+    source = "".join(path.read_text() for path in SOURCES)
     known = set(re.findall(r'"(arriero_[a-z_]+)"', source))
     for document in DOCS:
         for name in re.findall(r"`(arriero_[a-z_]+)`", document.read_text()):
