@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+import structlog
 
 from arriero.producer.follow import START, Ended, Item, Tokens, follow
 from arriero.producer.publish import new_id, outgoing
@@ -45,6 +46,9 @@ SUBMIT_MANY_AT_ONCE: Final = 500
 
 PROJECTED_WITHIN_S: Final = 0.5
 """How long a job that nobody knows is looked for once more: longer than the projector lags in a healthy fleet."""
+
+
+log = structlog.get_logger(__name__)
 
 
 class Submitted(msgspec.Struct, frozen=True):
@@ -299,6 +303,7 @@ class Client:
         """What is known of a job. Raises JobNotFound.
 
         Read from the bus, and from the log when the bus does not know: that takes as long as reading a partition.
+        Raises Unreadable when a later release has written what became of the job.
         """
         check_id(job_id)
         state = await self.peek(job_id)
@@ -314,12 +319,15 @@ class Client:
         """What the bus knows of a job, at once; None when that is nothing, or the bus is away."""
         try:
             (value,) = await self.bus.states([job_id])
+            return None if value is None else decode_state(value)
         except BusUnavailable:
             return None
-        return None if value is None else decode_state(value)
+        except msgspec.MsgspecError:
+            log.warning("state_unreadable", job_id=job_id)  # the log knows it
+            return None
 
     async def history(self, job_id: str) -> list[Event]:
-        """The job's events in order. Raises JobNotFound."""
+        """The job's events in order. Raises JobNotFound, Unreadable."""
         state = await self.status(job_id)
         if not state.history:
             return []

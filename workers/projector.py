@@ -312,8 +312,11 @@ class Projector:
 
 def _with_record(state: JobState, base: JobState) -> JobState:
     """What others have said of a job, on top of what its record says."""
-    names = ("partition", "offset", "history", "cancel_requested", "crashes", "duplicates")
-    return msgspec.structs.replace(base, **{name: getattr(state, name) for name in names})
+    blank = JobState(id=state.id)
+    said = {name: getattr(state, name) for name in JobState.__struct_fields__}
+    return msgspec.structs.replace(
+        base, **{name: value for name, value in said.items() if value != getattr(blank, name)}
+    )
 
 
 def _finish_request(event: Terminal, base: int) -> FinishRequest:

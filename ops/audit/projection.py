@@ -35,7 +35,7 @@ STREAM_SURE_S: Final = 600.0
 STATE_SURE_S: Final = KEEP_RESULTS_S - 3_600.0
 """States of jobs of which nothing was heard for longer may have expired."""
 
-_OF_RECORD: Final = frozenset("priority tenant model root digest record batch attempt queued_ms".split())
+_OF_RECORD: Final = frozenset("priority tenant model root digest record batch attempt queued_ms replay_of".split())
 """What a job's record says. States of jobs that no owner has spoken of have it from there alone."""
 
 
@@ -260,9 +260,8 @@ class Projection:
                 base = queued(read_job(record.value), origin, parse_job_topic(origin.topic).priority)
             except (ArrieroError, ValueError):
                 return folded
-            return msgspec.structs.replace(
-                folded, batch=base.batch, model=folded.model or base.model, digest=folded.digest or base.digest
-            )
+            lacking = [name for name in JobState.__struct_fields__ if name in _OF_RECORD and not getattr(folded, name)]
+            return msgspec.structs.replace(folded, **{name: getattr(base, name) for name in lacking})
         return folded
 
 

@@ -29,7 +29,7 @@ def render(report: Report) -> RenderableType:
     if notes:
         parts += ["", Text("; ".join(notes), style="dim")]
     rate = (report.records + report.events) / report.took_s if report.took_s else 0.0
-    verdict = "every promise holds" if report.holds else f"{sum(report.breaches.values()):,} breaches"
+    verdict = "every promise holds" if report.holds else _count(sum(report.breaches.values()))
     parts += [
         "",
         Text(verdict, style="bold green" if report.holds else "bold red")
@@ -40,6 +40,10 @@ def render(report: Report) -> RenderableType:
         ),
     ]
     return Group(*parts)
+
+
+def _count(breaches: int) -> str:
+    return f"{breaches:,} breach{'es' if breaches > 1 else ''}"
 
 
 def show(report: Report, console: Console) -> None:
