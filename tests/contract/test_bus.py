@@ -153,6 +153,14 @@ async def test_a_state_only_goes_forward(bus: TokenBus) -> None:
     assert await bus.states(["j", "k"]) == [b"five", None]
 
 
+async def test_a_state_is_written_again_over_one_of_its_own_offset_when_asked_for(bus: TokenBus) -> None:
+    await bus.put_states(
+        [StateWrite(job_id="j", offset=5, state=b"edited"), StateWrite(job_id="k", offset=6, state=b"k")]
+    )
+    await bus.put_states([StateWrite(job_id=job, offset=5, state=b"right", again=True) for job in "jk"])
+    assert await bus.states(["j", "k"]) == [b"right", b"k"]
+
+
 async def test_a_queued_state_never_hides_a_later_one(bus: TokenBus) -> None:
     await bus.note_queued([("j", b"queued"), ("k", b"queued")])
     await bus.put_states([StateWrite(job_id="j", offset=0, state=b"running")])
