@@ -30,7 +30,7 @@ from arriero.schemas.clock import Clock, now_ms
 from arriero.schemas.codec import decode_event
 from arriero.schemas.errors import TopicFault, Unreadable
 from arriero.schemas.event import Terminal, Undecodable
-from arriero.schemas.names import DELAY_STEPS, Names
+from arriero.schemas.names import Names
 from arriero.transports.bus import TokenBus
 from arriero.transports.ledger import Ledger
 from arriero.transports.log import JobLog, Record
@@ -118,11 +118,11 @@ class Auditor:
     async def _find_topics(self) -> None:
         for pool in self._pools:
             await self._take_up(self._names.workers_group(pool), self._names.job_topics(pool))
-            for step, _ in DELAY_STEPS:
+            for topic in self._names.delay_topics(pool):
                 try:
-                    await self._take_up(self._names.relay_group(pool), [self._names.delay(pool, step)])
+                    await self._take_up(self._names.relay_group(pool), [topic])
                 except TopicFault:
-                    continue  # no retry has ever been put off so long
+                    continue  # made by a release that knew no retries
 
     async def _take_up(self, group: str, topics: Iterable[str]) -> None:
         known = self._groups.get(group, [])

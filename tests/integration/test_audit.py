@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
+import pytest
 from doctoring import edit_state, edit_stream
 from fleet import PARTITIONS, POOL, WAIT_S, Fleet, empty
 
@@ -18,6 +19,9 @@ from arriero.schemas.event import Completed, Error, Event, Origin, OwnerEvent, R
 from arriero.schemas.job import Job
 from arriero.schemas.state import JobState
 from arriero.transports.log import Commit, Gained, Outgoing
+from arriero.workers import relay
+from arriero.workers.engine.echo import EchoBackend
+from arriero.workers.engine.seam import Pick, StepOutcome, StepPlan, Work
 
 PATIENCE_S = 0.3
 """Nothing moves in these logs."""
@@ -148,6 +152,51 @@ async def test_a_retry_that_waits_nowhere_is_reported(fleet: Fleet) -> None:
     report = await look(fleet)
     assert report.breaches == {"no_result": 1}
     assert [account.unaccounted for account in report.accounts] == [1]
+
+
+class FailsOnce(EchoBackend):
+    """Fails the first attempt of each prompt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: set[tuple[int, ...]] = set()
+        self._failing: set[int] = set()
+
+    def begin(self, slot: int, work: Work) -> None:
+        super().begin(slot, work)
+        prompt = tuple(work.prompt)
+        (self._failing.discard if prompt in self._seen else self._failing.add)(slot)
+        self._seen.add(prompt)
+
+    def step(self, plan: StepPlan) -> StepOutcome:
+        outcome = super().step(plan)
+        outcome.picks = [Pick(p.slot, 0, error="it failed") if p.slot in self._failing else p for p in outcome.picks]
+        return outcome
+
+
+async def test_a_retried_job_is_in_flight_in_its_delay_and_balances_at_its_end(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay, "DELAY_STEPS", [(step, 0.01) for step, _ in relay.DELAY_STEPS])
+    backend = FailsOnce()
+    async with projecting(fleet), fleet.running(fleet.make_worker(load=lambda: backend)):
+        await fleet.submit(*(Job(id=f"j{i}", prompt=f"prompt {i}") for i in range(5)))
+        for i in range(5):
+            await fleet.wait_events(f"j{i}", RetryScheduled)
+    report = await look(fleet)
+    assert report.breaches == {}
+    assert [(account.accepted, account.in_flight) for account in report.accounts] == [(5, 5)]
+    carrier = relay.Relay(fleet.log, names=fleet.names, pool=POOL, name="r1", clock=fleet.clock)
+    task = asyncio.create_task(carrier.run(), name="test relay")
+    async with projecting(fleet), fleet.running(fleet.make_worker(load=lambda: backend)):
+        for i in range(5):
+            await fleet.wait_end(f"j{i}")
+    task.cancel()
+    await asyncio.wait([task])
+    report = await look(fleet)
+    assert report.breaches == {}
+    assert [(account.accepted, account.outcomes) for account in report.accounts] == [(5, {"completed": 5})]
+    assert (report.records, report.settled) == (15, 15)
 
 
 async def test_events_that_cannot_be_read_are_reported(fleet: Fleet) -> None:
