@@ -9,16 +9,19 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
+from pathlib import Path
 from typing import Final
 
+import msgspec
 import structlog
 
 from arriero.ops import wiring
+from arriero.ops.crashes import ENGINE_DIED
 from arriero.ops.logging import configure
 from arriero.ops.settings import Settings, from_json, to_json
 from arriero.ops.signals import StopRequest, stop_signals
-from arriero.ops.supervisor import KILL_AFTER_S, ChildSpec, Report
-from arriero.schemas.errors import ArrieroError
+from arriero.ops.supervisor import CRASHES_VARIABLE, FLIGHT_VARIABLE, KILL_AFTER_S, ChildSpec, Report
+from arriero.schemas.errors import ArrieroError, EngineError
 from arriero.transports import failpoints
 
 Role = Callable[[Settings, wiring.Ready, StopRequest], Awaitable[None]]
@@ -45,12 +48,17 @@ def spec(role: str, settings: Settings, *, log_folder: bool) -> ChildSpec:
         environment={SETTINGS_VARIABLE: to_json(settings)},
         log_file=settings.data / "logs" / f"{role}.log" if log_folder else None,
         grace_s=settings.grace_s if role == "worker" else 0.0,
+        watchdog_s=settings.watchdog_s if role == "worker" else 0.0,
     )
 
 
 def main(arguments: list[str]) -> int:
     (role,) = arguments
     settings = from_json(os.environ.pop(SETTINGS_VARIABLE))
+    flight = os.environ.pop(FLIGHT_VARIABLE, "")
+    settings = msgspec.structs.replace(
+        settings, flight=Path(flight) if flight else None, crashes=os.environ.pop(CRASHES_VARIABLE, "[]")
+    )
     configure(as_json=settings.log_json, debug=settings.debug)
     _arm(os.environ.pop(FAILPOINTS_VARIABLE, ""))
     life = _Life(role, settings)
@@ -60,7 +68,7 @@ def main(arguments: list[str]) -> int:
         log.error("stopped", role=role, code=error.code, error=error.message, exc_info=settings.debug)
         # What goes wrong in a child that has worked is not a matter of its settings: the next one may work again.
         life.report.error(error.message, fatal=not (error.retriable or life.ready))
-        return 1
+        return ENGINE_DIED if life.ready and isinstance(error, EngineError) else 1
     except Exception:
         log.error("died", role=role, exc_info=True)
         return 1

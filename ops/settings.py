@@ -22,6 +22,8 @@ PARTITIONS_DEFAULT: Final = 8
 """Partitions of each topic that is made: the most workers that a pool can grow to. It cannot be changed later."""
 GRACE_S: Final = 20.0
 """How long a stopping worker may finish what it runs. Short enough for the usual 30 s before a forced kill."""
+WATCHDOG_S: Final = 120.0
+"""A step that takes longer will never end: the longest is a second or two by its plan."""
 WAIT_S: Final = 60.0
 """A cluster that starts together with its clients is there by then; a wrong address is told of soon enough."""
 DELAY_PARTITIONS: Final = 1
@@ -69,6 +71,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """The worker's name; the host's when empty."""
     engine: EngineSettings = EngineSettings()
     grace_s: float = GRACE_S
+    watchdog_s: float = WATCHDOG_S
+    flight: Path | None = None
+    """The flight recorder of this child, and what its forerunners have crashed with: set by its supervisor."""
+    crashes: str = "[]"
     max_attempts: int = MAX_ATTEMPTS
     host: str = "127.0.0.1"
     port: int = 8080

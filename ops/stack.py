@@ -8,12 +8,14 @@ import contextlib
 import fcntl
 import os
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final
 
 import structlog
 
 from arriero.ops import child, wiring
+from arriero.ops.crashes import publish
 from arriero.ops.settings import Settings, writable
 from arriero.ops.signals import StopRequest, stop_signals
 from arriero.ops.supervisor import Child, Supervisor
@@ -75,7 +77,13 @@ async def run_roles(
     if log_folder:
         writable(settings.data / "logs")
     specs = [child.spec(role, settings, log_folder=log_folder) for role in roles]
-    supervisor = Supervisor(specs, clock=SystemClock(), rng=system_random(), changed=changed)
+    supervisor = Supervisor(
+        specs,
+        clock=SystemClock(),
+        rng=system_random(),
+        changed=changed,
+        crashed=partial(publish, settings, settings.worker or wiring.worker_name(os.getpid())),
+    )
     with stop_signals() as request:
         if not await _finished(_prepare(settings, tell), request):
             return

@@ -15,16 +15,19 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import msgspec
 import structlog
 
+from arriero.ops.crashes import CrashLog, CrashReport, crash_report, oom_kills
 from arriero.ops.signals import StopRequest
 from arriero.schemas.clock import Clock
 from arriero.schemas.errors import SetupError
+from arriero.workers.flight import progress, stuck_lanes
 
 BACKOFF_FIRST_S: Final = 0.5
 BACKOFF_MAX_S: Final = 30.0
@@ -34,7 +37,12 @@ KILL_AFTER_S: Final = 10.0
 """Beyond its grace period; then a stopping child is killed."""
 ABORT_S: Final = 2.5
 """How long a child may take to stop at once. Then it is killed."""
+REPORT_MAX_S: Final = 5.0
+"""How long a crash report may hold the next life up. While the log is away longer it is tried on beside it."""
+WATCH_S: Final = 1.0
 STATUS_FD_VARIABLE: Final = "ARRIERO_STATUS_FD"
+FLIGHT_VARIABLE: Final = "ARRIERO_FLIGHT"
+CRASHES_VARIABLE: Final = "ARRIERO_CRASHES"
 
 log = structlog.get_logger(__name__)
 
@@ -48,6 +56,8 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     log_file: Path | None = None
     """None: the supervisor's own standard error."""
     grace_s: float = 0.0
+    watchdog_s: float = 0.0
+    """Whether it keeps a flight recorder, and how long an operation in it may take; 0 for one that keeps none."""
 
 
 class Child:
@@ -61,6 +71,8 @@ class Child:
         self.info: dict[str, Any] = {}
         """What the child said when it became ready."""
         self.became_ready = asyncio.Event()
+        self.stuck = False
+        """Whether the watchdog has killed it."""
         self.why = ""
         """How its last life ended, while it is restarting: its own last words where it had any."""
 
@@ -75,8 +87,15 @@ class Supervisor:
         clock: Clock,
         rng: random.Random,
         changed: Callable[[Child], None] = lambda child: None,
+        crashed: Callable[[CrashReport], Awaitable[None]] | None = None,
+        crashes: CrashLog | None = None,
     ) -> None:
+        """crashed: makes a report known, and returns when that is done. It is waited for, but not for long."""
         self.children = [Child(spec) for spec in specs]
+        self._crashed = crashed
+        self._crashes = crashes or CrashLog()
+        self._folder = Path()
+        self._reports: set[asyncio.Task[None]] = set()
         self._clock = clock
         self._rng = rng
         self._changed = changed
@@ -85,6 +104,11 @@ class Supervisor:
 
     async def run(self, request: StopRequest) -> None:
         """Until a stop is requested. Raises SetupError with a child's own sentence when restarting cannot help it."""
+        with tempfile.TemporaryDirectory(prefix="arriero-") as folder:
+            self._folder = Path(folder)
+            await self._run(request)
+
+    async def _run(self, request: StopRequest) -> None:
         keepers = [asyncio.create_task(self._keep(child), name=f"keep {child.spec.role}") for child in self.children]
         asked = asyncio.create_task(request.asked.wait(), name="stop request")
         try:
@@ -95,14 +119,19 @@ class Supervisor:
         finally:
             asked.cancel()
             await self._stop(request, keepers)
+            for report in self._reports:
+                report.cancel()
 
     async def _keep(self, child: Child) -> None:
         failures = 0
         while not self._stopping:
             began = self._clock.monotonic()
+            oom_before = oom_kills()
             code, words = await self._run_once(child)
             if self._stopping:
                 break
+            if child.spec.watchdog_s:
+                await self._blame(child, code, out_of_memory=oom_kills() > oom_before)
             if words is not None and words.fatal:
                 raise SetupError(words.error, code="child_failed")
             failures = 0 if self._clock.monotonic() - began >= HEALTHY_S else failures + 1
@@ -113,23 +142,63 @@ class Supervisor:
             self._set(child, "restarting")
             await asyncio.sleep(delay_s)
 
+    async def _blame(self, child: Child, code: int, *, out_of_memory: bool) -> None:
+        """Report a crash, and let that be known before the next life begins, within reason."""
+        path = self._flight(child)
+        report = crash_report(code, path, stuck=child.stuck, out_of_memory=out_of_memory, clock=self._clock)
+        path.unlink(missing_ok=True)
+        if report is None or self._crashed is None:
+            return
+        self._crashes.add(report)
+        task = asyncio.create_task(self._tell(report), name="crash report")
+        self._reports.add(task)
+        task.add_done_callback(self._reports.discard)
+        await asyncio.wait([task], timeout=REPORT_MAX_S)
+
+    async def _tell(self, report: CrashReport) -> None:
+        assert self._crashed is not None
+        await self._crashed(report)
+
+    def _flight(self, child: Child) -> Path:
+        return self._folder / f"{child.spec.role}.flight"
+
+    async def _watch(self, child: Child, process: asyncio.subprocess.Process) -> None:
+        """Kill a child of which one operation does not end."""
+        path, patience_s = self._flight(child), child.spec.watchdog_s
+        seen, since = progress(path), self._clock.monotonic()
+        while True:
+            await asyncio.sleep(min(WATCH_S, patience_s / 4))
+            now, moment = progress(path), self._clock.monotonic()
+            if not stuck_lanes(seen, now):
+                seen, since = now, moment
+            elif moment - since >= patience_s:
+                log.error("child_stuck", role=child.spec.role, pid=process.pid, for_s=round(moment - since, 1))
+                child.stuck = True
+                _signal(process, signal.SIGKILL)
+                return
+
     async def _run_once(self, child: Child) -> tuple[int, _Words | None]:
         """One life of the child: its exit status (negative: a signal's number), and its last words."""
         self._set(child, "starting")
         reading, writing = os.pipe()
         with os.fdopen(reading, "rb", 0) as pipe:
             try:
-                process = await self._spawn(child.spec, writing)
+                process = await self._spawn(child, writing)
             except OSError as error:
                 raise SetupError(f"the {child.spec.role} cannot be started: {error}", code="child_failed") from error
             finally:
                 os.close(writing)
             child.pid = process.pid
+            child.stuck = False
             self._processes[child.spec.role] = process
+            watchdog = asyncio.create_task(self._watch(child, process), name=f"watch {child.spec.role}")
+            if not child.spec.watchdog_s:
+                watchdog.cancel()
             try:
                 words = await self._listen(child, pipe)
                 return await process.wait(), words
             finally:
+                watchdog.cancel()
                 if process.returncode is None:
                     with contextlib.suppress(ProcessLookupError):
                         process.kill()
@@ -137,7 +206,11 @@ class Supervisor:
                 self._processes.pop(child.spec.role, None)
                 child.pid = None
 
-    async def _spawn(self, spec: ChildSpec, status_fd: int) -> asyncio.subprocess.Process:
+    async def _spawn(self, child: Child, status_fd: int) -> asyncio.subprocess.Process:
+        spec = child.spec
+        recording = {}
+        if spec.watchdog_s:
+            recording = {FLIGHT_VARIABLE: str(self._flight(child)), CRASHES_VARIABLE: self._crashes.to_json()}
         output = contextlib.nullcontext(None) if spec.log_file is None else spec.log_file.open("ab")
         with output as stream:
             return await asyncio.create_subprocess_exec(
@@ -147,7 +220,7 @@ class Supervisor:
                 stdout=stream if stream is not None else sys.stderr,
                 stderr=stream,
                 pass_fds=[status_fd],
-                env={**os.environ, **spec.environment, STATUS_FD_VARIABLE: str(status_fd)},
+                env={**os.environ, **spec.environment, **recording, STATUS_FD_VARIABLE: str(status_fd)},
                 # A session of its own: Ctrl-C in the terminal reaches the supervisor alone, which then stops all
                 # in order.
                 start_new_session=True,

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
 import structlog
 
 from arriero.ops.settings import PARTITIONS_DEFAULT, EngineSettings, Settings
@@ -21,6 +22,7 @@ from arriero.ops.signals import StopRequest
 from arriero.producer.client import Client
 from arriero.schemas.clock import SystemClock, now_ms, system_random
 from arriero.schemas.errors import SetupError, TopicFault
+from arriero.schemas.state import JobState
 from arriero.transports.bus import TokenBus
 from arriero.transports.connect import make_bus, make_log
 from arriero.transports.log import JobLog
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
     from arriero.workers.engine.runner import EngineRunner
     from arriero.workers.engine.seam import Backend, StepReport
+    from arriero.workers.flight import FlightRecorder
     from arriero.workers.worker import Worker
 
 log = structlog.get_logger(__name__)
@@ -114,39 +117,47 @@ async def run_worker(settings: Settings, ready: Ready, request: StopRequest, *, 
     Raises ModelError, SetupError, LogUnavailable, EngineError.
     """
     need("worker", "prometheus_client")
+    from arriero.workers.flight import FlightRecorder
+
+    with FlightRecorder(settings.flight) as recorder:
+        async with open_log(settings, "worker") as job_log, open_bus(settings) as bus:
+            await ensure_topics(job_log, settings)
+            if bare:
+                from arriero.ops.bench.bare import SilentBus, TerseLog
+
+                job_log, bus = cast(JobLog, TerseLog(job_log)), cast(TokenBus, SilentBus(bus))
+            worker = make_worker(settings, job_log, bus, recorder)
+            async with worker:
+                info = worker.info
+                ready(model=info.models[0], slots=info.slots, device=info.device)
+                stopping = asyncio.create_task(_drain_when_asked(worker, settings.grace_s, request), name="drain")
+                try:
+                    await worker.run()
+                finally:
+                    stopping.cancel()
+                    await asyncio.wait([stopping])
+
+
+def make_worker(settings: Settings, job_log: JobLog, bus: TokenBus, recorder: FlightRecorder) -> Worker:
+    """Raises ModelError, SetupError."""
     from arriero.workers.worker import Worker, WorkerSettings
 
-    registry = serve_metrics(settings)
-    clock = SystemClock()
     name, load = engine_loader(settings)
-    async with open_log(settings, "worker") as job_log, open_bus(settings) as bus:
-        await ensure_topics(job_log, settings)
-        if bare:
-            from arriero.ops.bench.bare import SilentBus, TerseLog
-
-            job_log, bus = cast(JobLog, TerseLog(job_log)), cast(TokenBus, SilentBus(bus))
-        worker = Worker(
-            job_log,
-            bus,
-            lambda on_step: make_runner(settings.engine, load, on_step),
-            names=settings.names,
-            pool=settings.pool,
-            name=settings.worker or worker_name(),
-            model_names=[name],
-            clock=clock,
-            rng=system_random(),
-            settings=WorkerSettings(max_attempts=settings.max_attempts),
-            registry=registry,
-        )
-        async with worker:
-            info = worker.info
-            ready(model=name, slots=info.slots, device=info.device)
-            stopping = asyncio.create_task(_drain_when_asked(worker, settings.grace_s, request), name="drain")
-            try:
-                await worker.run()
-            finally:
-                stopping.cancel()
-                await asyncio.wait([stopping])
+    return Worker(
+        job_log,
+        bus,
+        lambda on_step: make_runner(settings.engine, load, on_step, recorder),
+        names=settings.names,
+        pool=settings.pool,
+        name=settings.worker or worker_name(),
+        model_names=[name],
+        clock=SystemClock(),
+        rng=system_random(),
+        settings=WorkerSettings(max_attempts=settings.max_attempts),
+        recorder=recorder,
+        crashes=msgspec.json.decode(settings.crashes, type=list[JobState]),
+        registry=serve_metrics(settings),
+    )
 
 
 async def _drain_when_asked(worker: Worker, grace_s: float, request: StopRequest) -> None:
@@ -231,9 +242,9 @@ async def _until_asked(work: Any, request: StopRequest) -> None:
 # --- parts -------------------------------------------------------------------------------------------------
 
 
-def worker_name() -> str:
+def worker_name(supervisor: int | None = None) -> str:
     """Names one worker of this host: its supervisor outlives its children, so they keep the name."""
-    return f"{socket.gethostname()}-{os.getppid()}"
+    return f"{socket.gethostname()}-{supervisor or os.getppid()}"
 
 
 def engine_loader(settings: Settings) -> tuple[str, Callable[[], Backend]]:
@@ -275,12 +286,17 @@ def engine_loader(settings: Settings) -> tuple[str, Callable[[], Backend]]:
 
 
 def make_runner(
-    engine: EngineSettings, load: Callable[[], Backend], on_step: Callable[[StepReport], None]
+    engine: EngineSettings,
+    load: Callable[[], Backend],
+    on_step: Callable[[StepReport], None],
+    recorder: FlightRecorder,
 ) -> EngineRunner:
     from arriero.workers.engine.runner import EngineRunner
 
     threads = 0 if engine.engine == "echo" else 2
-    return EngineRunner(load, on_step, SystemClock(), chunk_tokens=engine.chunk, prepare_threads=threads)
+    return EngineRunner(
+        load, on_step, SystemClock(), chunk_tokens=engine.chunk, prepare_threads=threads, recorder=recorder
+    )
 
 
 def serve_metrics(settings: Settings) -> CollectorRegistry:

@@ -95,6 +95,13 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     finished_ms: int = 0
     cancel_requested: bool = False
     crashes: int = 0
+    """Reported crashes of workers that had it in hand, in all."""
+    crashes_in_row: int = 0
+    """Those since it last gained a token between two of them."""
+    crashes_alone: int = 0
+    """Of these, with nothing else at work."""
+    crash_tokens: int = 0
+    """Its tokens at the last of them."""
     finish_reason: FinishReason | None = None
     error: Error | None = None
     usage: Usage = Usage()
@@ -170,7 +177,7 @@ def fold(state: JobState | None, event: Event, partition: int, offset: int) -> J
         case CancelRequested():
             changes["cancel_requested"] = True
         case Crashed():
-            changes["crashes"] = state.crashes + 1
+            changes |= _crashed(state, event)
         case Terminal() if state.ended:
             changes["late_terminals"] = state.late_terminals + 1
         case Terminal():
@@ -192,6 +199,16 @@ def _owned(state: JobState, event: OwnerEvent) -> dict[str, object]:
         "priority": event.priority or state.priority,
         "tenant": event.tenant,
         "digest": getattr(event, "digest", "") or state.digest,
+    }
+
+
+def _crashed(state: JobState, event: Crashed) -> dict[str, object]:
+    gained = state.tokens > state.crash_tokens
+    return {
+        "crashes": state.crashes + 1,
+        "crashes_in_row": 1 if gained else state.crashes_in_row + 1,
+        "crashes_alone": (0 if gained else state.crashes_alone) + event.alone,
+        "crash_tokens": state.tokens,
     }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import apsw
 
+from arriero.ops.settings import DEAD_RETENTION_S
 from arriero.schemas.clock import SystemClock
 from arriero.schemas.codec import decode_event, decode_state
 from arriero.schemas.errors import BusUnavailable, Unreadable
@@ -41,7 +42,7 @@ def topics(names: Names, pool: str = POOL, partitions: int = PARTITIONS) -> list
         *(TopicSpec(topic, partitions) for topic in names.job_topics(pool)),
         *(TopicSpec(topic, 1, append_time=True) for topic in names.delay_topics(pool)),
         TopicSpec(names.events, partitions),
-        TopicSpec(names.dead, 1),
+        TopicSpec(names.dead, 1, retention_s=DEAD_RETENTION_S),
     ]
 
 

@@ -152,6 +152,7 @@ class Desk:
                 resume=tuple(held.tokens),
                 sealed=held.sealed,
                 label=held.label,
+                alone=held.alone,
             )
         )
 

@@ -31,6 +31,7 @@ from arriero.schemas.job import Job, PriorityClass
 from arriero.schemas.token import FinishReason, Token
 from arriero.workers.commit import Committer
 from arriero.workers.engine.seam import Ending
+from arriero.workers.flight import label_of
 from arriero.workers.stream import Stream
 
 PROGRESS_MAX_TOKENS: Final = 20_000
@@ -62,6 +63,8 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
     prompt: Sequence[int] = ()
     sealed: FinishReason | None = None
     """An earlier owner has decoded all of it and did not get to record it."""
+    alone: bool = False
+    """It may have crashed workers: it decodes with nothing beside it."""
     since_ms: int = 0
     """No event of it that matters is older, in the time of the events topic; 0 while there is none."""
     waiting: bool = True
@@ -81,8 +84,8 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def label(self) -> str:
-        """What names it in a crash report: id and origin."""
-        return msgspec.json.encode([self.job.id, *msgspec.structs.astuple(self.origin)]).decode()
+        """What names it in a crash report."""
+        return label_of(self.job.id, self.origin)
 
     @property
     def usage(self) -> Usage:

@@ -15,28 +15,30 @@ the bus has forgotten them, behind those that the log has.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence, Set
 from typing import Final
 
-import msgspec
 import structlog
 
 from arriero.schemas.clock import Clock, now_ms
-from arriero.schemas.codec import decode_state
-from arriero.schemas.errors import ArrieroError, BadJob, BusUnavailable, LogError, Undecodable
+from arriero.schemas.errors import ArrieroError, BadJob, LogError, Undecodable
 from arriero.schemas.event import Error
 from arriero.schemas.job import Job
 from arriero.schemas.names import Names, parse_job_topic
 from arriero.schemas.state import JobState
 from arriero.schemas.token import FinishReason, Token
-from arriero.transports.bus import Opened, TokenBus
+from arriero.transports.bus import Opened
 from arriero.transports.failpoints import reach
 from arriero.transports.log import JobLog, Record
+from arriero.workers.blame import WORKER_CRASHED, conviction, verdict
 from arriero.workers.checkpoints import Checkpoint, Checkpoints
 from arriero.workers.commit import Committer
 from arriero.workers.desk import Desk
 from arriero.workers.door import check_record, duplicate_refused, origin_of, owner_elsewhere, refusal
+from arriero.workers.flight import FlightRecorder, label_of
 from arriero.workers.held import Held
+from arriero.workers.known import KnownJobs
+from arriero.workers.retry import dead_letter
 from arriero.workers.stream import Stream
 
 log = structlog.get_logger(__name__)
@@ -44,6 +46,10 @@ log = structlog.get_logger(__name__)
 READ_MOST: Final = 64
 """Records of one batch: enough to share a call to the bus, few enough that the first does not wait for the last."""
 CHECKPOINTS_AGAIN_S: Final = 1.0
+REPORTS_S: Final = 0.3
+"""How long what a former owner had begun waits for a report of its crash: a takeover on one machine is quicker."""
+SKEW_MS: Final = 60_000
+"""Records carry their publishers' clocks."""
 
 
 class Intake:
@@ -54,9 +60,10 @@ class Intake:
         committer: Committer[Held],
         *,
         desk: Desk,
-        bus: TokenBus,
         job_log: JobLog,
-        prepare: Callable[[Job], Awaitable[list[int]]],
+        prepare: Callable[[Job, str], Awaitable[list[int]]],
+        recorder: FlightRecorder,
+        known: KnownJobs,
         digests: str,
         names: Names,
         model_names: Sequence[str],
@@ -65,8 +72,12 @@ class Intake:
         self._committer = committer
         self._priority = parse_job_topic(committer.topic).priority
         self._desk = desk
-        self._bus = bus
         self._prepare = prepare
+        self._recorder = recorder
+        self._known = known
+        self._began_ms = now_ms(clock)
+        """What has come later can have crashed nobody yet."""
+        self._reports_due = committer.inherited.count > 0
         self._digests = digests
         self._checkpoints = Checkpoints(
             job_log, names.events, committer.topic, committer.partition, committer.inherited.since_ms
@@ -93,13 +104,23 @@ class Intake:
             await self._admit(records)
 
     async def _admit(self, records: Sequence[Record]) -> None:
-        """Steps: 1. decode and check 2. the first of its id 3. tokenise 4. open the streams 5. ask the log for what the
-        bus has forgotten 6. decide and submit."""
+        """Steps: 1. decode and check what has crashed nobody 2. the first of its id 3. tokenise what has crashed nobody
+        4. open the streams 5. ask the log for what the bus has forgotten 6. decide and submit."""
         jobs: list[Held] = []
+        # 1.
+        old = [record for record in records if record.time_ms <= self._began_ms + SKEW_MS]
+        if old and self._reports_due:
+            self._reports_due = False
+            await asyncio.sleep(REPORTS_S)
+        suspects = await self._known.states(str(origin_of(record)) for record in old)
         for record in records:
-            # 1.
+            origin = origin_of(record)
+            state = suspects.get(str(origin))
             try:
-                job, digest = check_record(record, self._priority, self._model_names)
+                if state is not None and verdict(state) == "convicted":
+                    raise Undecodable(conviction(state).message, code=WORKER_CRASHED)
+                with self._recorder.reading(label_of(str(origin), origin)):
+                    job, digest = check_record(record, self._priority, self._model_names)
             except (BadJob, Undecodable) as error:
                 await self._refuse(record, error)
                 continue
@@ -115,6 +136,7 @@ class Intake:
                 self._committer.add(event, settles=record.offset)
         reach("intake.held")
         # 3.
+        jobs = await self._try(jobs, {record.offset for record in old})
         prepared = await asyncio.gather(*(self._tokenise(held) for held in jobs))
         ready = [held for held, is_ready in zip(jobs, prepared, strict=True) if is_ready]
         if not ready:
@@ -124,7 +146,7 @@ class Intake:
         reach("intake.opened")
         # 5.
         await self._recover(ready, answers)
-        states = await self._states(
+        states = await self._known.states(
             held.job.id
             for held, answer in zip(ready, answers, strict=True)
             if answer is not None and answer.code in ("foreign", "finished")
@@ -133,6 +155,29 @@ class Intake:
         for held, answer in zip(ready, answers, strict=True):
             self._decide(held, answer, states.get(held.job.id))
         reach("intake.submitted")
+
+    async def _try(self, jobs: Sequence[Held], old: Set[int]) -> list[Held]:
+        """Those that may go on; suspects among them alone. The convicted are dead-lettered."""
+        doubtful = [held.job.id for held in jobs if held.origin.offset in old or held.job.attempt > 1]
+        states = await self._known.states(doubtful)
+        innocent = []
+        for held in jobs:
+            state = states.get(held.job.id)
+            match verdict(state):
+                case "convicted":
+                    assert state is not None
+                    log.warning("job_convicted", job_id=held.job.id, crashes=state.crashes, alone=state.crashes_alone)
+                    event, copies = dead_letter(
+                        held, WORKER_CRASHED, conviction(state), names=self._names, time_ms=self._now_ms()
+                    )
+                    self._desk.settle(held, event, copies)
+                case "suspect":
+                    log.warning("job_suspected", job_id=held.job.id, crashes=state.crashes if state else 0)
+                    held.alone = True
+                    innocent.append(held)
+                case "innocent":
+                    innocent.append(held)
+        return innocent
 
     async def _recover(self, ready: Sequence[Held], answers: list[Opened | None]) -> None:
         """Open once more, with what the log remembers, the streams of begun jobs that the bus does not have."""
@@ -190,11 +235,11 @@ class Intake:
         if self._is_late(held.job):
             return True
         try:
-            held.prompt = await self._prepare(held.job)
+            held.prompt = await self._prepare(held.job, held.label)
             return True
         except BadJob as error:
             reason = Error(error.code, error.message, error.field)
-            state = (await self._states([held.job.id])).get(held.job.id)
+            state = (await self._known.states([held.job.id])).get(held.job.id)
             if state is not None and owner_elsewhere(state, held.root):
                 self._desk.settle(held, held.duplicate(self._now_ms(), state.root, state.digest != held.digest))
             else:
@@ -216,7 +261,7 @@ class Intake:
             first = self._desk.first_of(error.job_id, root, 1)
             first_root = first[0] if first is not None else ""
             if first is None:
-                state = (await self._states([error.job_id])).get(error.job_id)
+                state = (await self._known.states([error.job_id])).get(error.job_id)
                 if state is not None and owner_elsewhere(state, root):
                     first_root = state.root
             if first_root:
@@ -227,24 +272,6 @@ class Intake:
         ending, copies = refusal(self._names, record, self._priority, error, self._now_ms())
         self._committer.add(ending, settles=record.offset, records=copies)
         self._committer.inherited.read(record.offset)
-
-    async def _states(self, job_ids: Iterable[str]) -> dict[str, JobState]:
-        """What is known of these jobs; nothing while the bus is away: a duplicate is then decoded, not recorded."""
-        wanted = list(job_ids)
-        if not wanted:
-            return {}
-        try:
-            found = await self._bus.states(wanted)
-        except BusUnavailable:
-            return {}
-        known = {}
-        for job_id, state in zip(wanted, found, strict=True):
-            if state is not None:
-                try:
-                    known[job_id] = decode_state(state)
-                except msgspec.MsgspecError:
-                    log.warning("state_unreadable", job_id=job_id)
-        return known
 
     def _hold(self, record: Record, job: Job, digest: str) -> Held:
         key, origin = self._desk.next_key(), origin_of(record)

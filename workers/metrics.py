@@ -132,6 +132,12 @@ class ProjectorMetrics:
             ["code"],
             registry=registry,
         )
+        self.crashes = Counter(
+            "arriero_reported_crashes",
+            "How often was a job in hand when a worker crashed, and doing what?",
+            ["operation"],
+            registry=registry,
+        )
         self.late_terminals = Counter(
             "arriero_late_terminals", "How many jobs ended a second time, and were ignored?", registry=registry
         )

@@ -36,7 +36,7 @@ from prometheus_client import CollectorRegistry
 from arriero.schemas.clock import Clock
 from arriero.schemas.codec import decode_event, decode_state, encode
 from arriero.schemas.errors import ArrieroError, BusUnavailable, LogUnavailable, SetupError, TopicFault, Unreadable
-from arriero.schemas.event import Event, OwnerEvent, Terminal, Undecodable
+from arriero.schemas.event import Crashed, Event, OwnerEvent, Terminal, Undecodable
 from arriero.schemas.job import read_job
 from arriero.schemas.names import Names, parse_job_topic
 from arriero.schemas.state import JobState, fold, queued, stream_end
@@ -236,6 +236,8 @@ class Projector:
         for record, event in events:
             state = fold(states[event.id], event, record.partition, record.offset)
             states[event.id] = state
+            if isinstance(event, Crashed):
+                self._metrics.crashes.labels(event.operation).inc()
             if isinstance(event, Terminal):
                 if state.terminal == record.offset:
                     ended.append(event)

@@ -11,7 +11,9 @@ applies it:
 3. a head that finds no room takes it from running sequences of lower classes: the lowest class first, in it
    the one admitted last, and only as many as it needs, and only when that is enough. What is preempted keeps its
    tokens and waits again at its old place; they are prefilled anew.
-4. The step: one token of every decoding sequence, then chunks of prompts, the most urgent first. While anything
+4. A suspect (`Work.alone`) runs with nothing beside it. It waits for the others to end, `ALONE_WAIT_S` at most, then
+   they are preempted for it; between two suspects the others get as long.
+5. The step: one token of every decoding sequence, then chunks of prompts, the most urgent first. While anything
    decodes, a step carries at most `chunk_tokens` of prompts and no more than take `STREAM_S`, so that a long prompt
    does not hold the running streams up; otherwise it may fill the batch within `IDLE_S`, so that cancelling and
    urgent work do not wait long. How long a token takes is learned from the steps (`Pace`).
@@ -22,6 +24,7 @@ Idle capacity is left only when no waiting sequence may take it (work conserving
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from typing import Final, Literal, NamedTuple
 
 import msgspec
@@ -40,6 +43,8 @@ IDLE_S: Final = 1.0
 """The longest step when nothing decodes: commands are heard between steps only."""
 CHUNK_MIN_TOKENS: Final = 8
 """So that a prompt gets on however slow the machine is."""
+ALONE_WAIT_S: Final = 2.0
+"""How long a sequence that must run alone leaves the others to themselves. They lose nothing but time."""
 NEVER: Final = float("inf")
 
 
@@ -164,6 +169,10 @@ class Scheduler:
         # Heaps may hold what is gone already; entries are checked when they come up.
         self._waiting: list[list[tuple[float, float, int]]] = [[] for _ in CLASSES]
         self._deadlines: list[tuple[float, int]] = []
+        self._suspects: deque[int] = deque()
+        """Waiting sequences that must run alone, in the order of their coming."""
+        self._alone_from = NEVER
+        """When the first of them may preempt all others."""
         self._cancelled: list[int] = []
         self._plan = _nothing()
         """The step that is under way."""
@@ -219,7 +228,10 @@ class Scheduler:
             limit=len(work.prompt) + room,
         )
         self._sequences[work.key] = sequence
-        heapq.heappush(self._waiting[sequence.level], sequence.rank)
+        if work.alone:
+            self._suspects.append(work.key)
+        else:
+            heapq.heappush(self._waiting[sequence.level], sequence.rank)
         if deadline != NEVER:
             heapq.heappush(self._deadlines, (deadline, work.key))
 
@@ -235,12 +247,13 @@ class Scheduler:
         ended = self._cut(now)
         admitted: list[Seat] = []
         preempted: dict[int, Vacated] = {}
-        for level, queue in enumerate(self._waiting):
-            while (head := self._head(queue)) is not None:
-                if head.work.key in preempted or not self._make_way(head, level, preempted):
-                    break
-                heapq.heappop(queue)
-                admitted.append(self._seat(head))
+        if not self._alone(now, admitted, preempted):
+            for level, queue in enumerate(self._waiting):
+                while (head := self._head(queue)) is not None:
+                    if head.work.key in preempted or not self._make_way(head, level, preempted):
+                        break
+                    heapq.heappop(queue)
+                    admitted.append(self._seat(head))
         plan = Plan(StepPlan([]), admitted, list(preempted.values()), ended)
         self._fill(plan)
         self._plan = plan
@@ -305,6 +318,27 @@ class Scheduler:
             for queue in self._waiting:
                 queue.clear()
         return ended
+
+    def _alone(self, now: float, admitted: list[Seat], preempted: dict[int, Vacated]) -> bool:
+        """Whether a sequence runs alone in this step; seats the next one when it is time."""
+        if any(sequence.work.alone for sequence in self._running.values()):
+            self._alone_from = now + ALONE_WAIT_S
+            return True
+        while self._suspects and self._suspects[0] not in self._sequences:
+            self._suspects.popleft()
+        if not self._suspects:
+            self._alone_from = NEVER
+            return False
+        if self._alone_from == NEVER:
+            self._alone_from = now + ALONE_WAIT_S
+        others_wait = any(self._head(queue) is not None for queue in self._waiting)
+        if now < self._alone_from and (self._running or others_wait):
+            return False
+        for victim in list(self._running.values()):
+            preempted[victim.work.key] = Vacated(victim.work.key, victim.slot)
+            self._preempt(victim)
+        admitted.append(self._seat(self._sequences[self._suspects.popleft()]))
+        return True
 
     def _end(self, key: int, kind: Literal["cancelled", "expired"], ended: list[Cut]) -> None:
         sequence = self._sequences.get(key)

@@ -25,15 +25,17 @@ from arriero.schemas.errors import EngineError, LogError
 from arriero.schemas.event import DeadLettered, RetryScheduled, Terminal
 from arriero.schemas.job import Job, PriorityClass
 from arriero.schemas.names import MAX_ATTEMPTS, Names, parse_job_topic
-from arriero.schemas.state import TERMINAL_STATUS
+from arriero.schemas.state import TERMINAL_STATUS, JobState
 from arriero.schemas.worker import WorkerInfo
 from arriero.transports.bus import TokenBus
 from arriero.transports.log import Claim, Gained, JobLog, Membership
 from arriero.workers.commit import Committer, OwnersEvent
 from arriero.workers.desk import Desk, Engine
 from arriero.workers.engine.seam import StepReport
+from arriero.workers.flight import FlightRecorder
 from arriero.workers.held import Held
 from arriero.workers.intake import Intake
+from arriero.workers.known import KnownJobs
 from arriero.workers.metrics import WorkerMetrics
 from arriero.workers.presence import announce
 from arriero.workers.stream import Streams
@@ -60,7 +62,7 @@ class Runner(Engine, Protocol):
 
     died: asyncio.Future[BaseException]
 
-    async def prepare(self, job: Job) -> list[int]: ...
+    async def prepare(self, job: Job, label: str = "") -> list[int]: ...
 
 
 MakeRunner = Callable[[Callable[[StepReport], None]], AbstractAsyncContextManager[Runner]]
@@ -97,7 +99,8 @@ class _Partition(msgspec.Struct, eq=False):
 class Worker:
     """Enter it to load the model, then `run` it; `drain` ends that cleanly.
 
-    model_names: what jobs may ask for; the first is what those get that ask for none.
+    model_names: what jobs may ask for; the first is what those get that ask for none. crashes: what this worker's
+    forerunners have crashed with, as far as its supervisor knows.
     """
 
     def __init__(
@@ -113,6 +116,8 @@ class Worker:
         clock: Clock,
         rng: random.Random,
         settings: WorkerSettings | None = None,
+        recorder: FlightRecorder | None = None,
+        crashes: Sequence[JobState] = (),
         registry: CollectorRegistry | None = None,
     ) -> None:
         self._log = job_log
@@ -125,6 +130,8 @@ class Worker:
         self._clock = clock
         self._rng = rng
         self._settings = settings or WorkerSettings()
+        self._recorder = recorder or FlightRecorder(None)
+        self._crashes = {state.id: state for state in crashes}
         self._metrics = WorkerMetrics(registry or CollectorRegistry())
         self._partitions: dict[tuple[str, int], _Partition] = {}
         self._started_ms = 0
@@ -270,9 +277,10 @@ class Worker:
         intake = Intake(
             committer,
             desk=self._desk,
-            bus=self._bus,
             job_log=self._log,
             prepare=self._runner.prepare,
+            recorder=self._recorder,
+            known=KnownJobs(self._bus, self._crashes),
             digests=self._runner.info.digest,
             names=self._names,
             model_names=self._model_names,

@@ -12,6 +12,7 @@ from arriero.ops.settings import (
     GRACE_S,
     PARTITIONS_DEFAULT,
     WAIT_S,
+    WATCHDOG_S,
     EngineSettings,
     Settings,
     cache_folder,
@@ -97,6 +98,14 @@ engine = _all(
 )
 
 worker = _all(
+    _flag(
+        "--watchdog",
+        "watchdog_s",
+        type=click.FloatRange(1),
+        default=WATCHDOG_S,
+        show_default=True,
+        help="Seconds after which a step that does not end is ended with its process.",
+    ),
     _flag(
         "--max-attempts",
         type=click.IntRange(1, MAX_ATTEMPTS_LIMIT),

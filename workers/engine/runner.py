@@ -28,6 +28,7 @@ from arriero.schemas.errors import ModelError
 from arriero.schemas.job import Job
 from arriero.workers.engine.seam import Backend, ModelInfo, StepReport, Work
 from arriero.workers.engine.turns import Turns
+from arriero.workers.flight import FlightRecorder
 from arriero.workers.schedule import CHUNK_TOKENS
 
 log = structlog.get_logger(__name__)
@@ -56,12 +57,14 @@ class EngineRunner:
         *,
         chunk_tokens: int = CHUNK_TOKENS,
         prepare_threads: int = 2,
+        recorder: FlightRecorder | None = None,
     ) -> None:
         self._load = load
         self._on_step = on_step
         self._clock = clock
         self._chunk_tokens = chunk_tokens
         self._prepare_threads = prepare_threads
+        self._recorder = recorder or FlightRecorder(None)
         self._commands: queue.SimpleQueue[Work | int | None] = queue.SimpleQueue()
         """A Work to submit, a key to cancel, None to stop."""
         self._ahead = threading.Semaphore(REPORTS_AHEAD)
@@ -104,12 +107,16 @@ class EngineRunner:
         assert self._info is not None, "the engine has not been started"
         return self._info
 
-    async def prepare(self, job: Job) -> list[int]:
+    async def prepare(self, job: Job, label: str = "") -> list[int]:
         """The job's prompt as token ids. Raises BadJob (prompt_too_long, empty_prompt, bad_template)."""
         assert self._backend is not None, "the engine has not been started"
         if self._pool is None:
-            return self._backend.prepare(job)
-        return await self._loop.run_in_executor(self._pool, self._backend.prepare, job)
+            return self._prepare(self._backend, job, label)
+        return await self._loop.run_in_executor(self._pool, self._prepare, self._backend, job, label)
+
+    def _prepare(self, backend: Backend, job: Job, label: str) -> list[int]:
+        with self._recorder.tokenising(label):
+            return backend.prepare(job)
 
     def submit(self, work: Work) -> None:
         """Queue a sequence; it ends with exactly one Update that carries an Ending, unless the runner closes."""
@@ -143,13 +150,15 @@ class EngineRunner:
 
     def _main(self, loaded: asyncio.Future[Backend]) -> None:
         try:
+            self._recorder.step("load")
             backend = self._load()
+            self._recorder.step("idle")
         except BaseException as error:
             failure = error if isinstance(error, ModelError) else _model_error(error)
             self._call(_reject, loaded, failure)
             return
         try:
-            turns = Turns(backend, self._clock, self._chunk_tokens)
+            turns = Turns(backend, self._clock, self._chunk_tokens, self._recorder)
             self._call(_resolve, loaded, backend)
             while self._drain(turns):
                 report = turns.turn()

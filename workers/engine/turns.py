@@ -16,6 +16,7 @@ from arriero.schemas.event import Stage
 from arriero.schemas.token import FinishReason, Token
 from arriero.workers.engine.seam import Backend, Ending, StepOutcome, StepReport, StepTimings, Update, Work
 from arriero.workers.engine.text import SequenceText
+from arriero.workers.flight import FlightRecorder
 from arriero.workers.schedule import Limits, Picked, Plan, Scheduler
 
 log = structlog.get_logger(__name__)
@@ -36,8 +37,9 @@ class _Sequence:
 class Turns:
     """One turn after the other; a thread's business without the thread."""
 
-    def __init__(self, backend: Backend, clock: Clock, chunk_tokens: int) -> None:
+    def __init__(self, backend: Backend, clock: Clock, chunk_tokens: int, recorder: FlightRecorder) -> None:
         self._backend = backend
+        self._recorder = recorder
         self._now = clock.monotonic
         self._limits = Limits.of(backend.info, chunk_tokens)
         self._scheduler = Scheduler(self._limits)
@@ -93,6 +95,7 @@ class Turns:
         outcome = StepOutcome([])
         timings = StepTimings()
         if plan.step.feeds:
+            self._recorder.step("prefill" if plan.prefill_tokens else "decode", [feed.slot for feed in plan.step.feeds])
             try:
                 outcome = self._backend.step(plan.step)
             except EngineError as error:
@@ -106,6 +109,7 @@ class Turns:
                     timings.decode_tokens, timings.prefill_tokens = plan.decode_tokens, plan.prefill_tokens
                     for picked in scheduler.apply(outcome):
                         self._take(picked)
+        self._recorder.step("idle")
         updates = list(self._updates.values())
         self._updates.clear()
         timings.decode_s, timings.sample_s = outcome.decode_s, outcome.sample_s
@@ -129,6 +133,8 @@ class Turns:
             self._update(vacated.key).preempted = True
         refused: set[int] = set()
         for slot, work in plan.admitted:
+            self._recorder.seated(slot, work.label)
+            self._recorder.step("prefill", [slot])
             try:
                 self._backend.begin(slot, work)
             except Exception as error:

@@ -1,0 +1,144 @@
+"""What a supervisor makes of a dead child: whether something in its hands may have killed it, and the report of that.
+
+died by      SIGSEGV, SIGABRT, SIGBUS, SIGFPE, SIGILL · the kernel's out-of-memory killer · the watchdog · an
+             exception in the engine's thread                    ──▶ a report of the jobs that the recorder names
+             anything else (SIGKILL, SIGTERM, exit statuses)     ──▶ nobody is to blame
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import structlog
+
+from arriero.ops import wiring
+from arriero.ops.settings import Settings
+from arriero.schemas.clock import Clock, now_ms
+from arriero.schemas.codec import encode
+from arriero.schemas.errors import ArrieroError
+from arriero.schemas.event import Crashed
+from arriero.schemas.state import JobState, fold
+from arriero.transports.log import Outgoing, Placed
+from arriero.workers.flight import Flight, Named, Operation, read_flight
+
+log = structlog.get_logger(__name__)
+
+ENGINE_DIED: Final = 70
+"""Exit status of a worker whose engine's thread has died of an exception."""
+FAULTS: Final = frozenset((signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL))
+CRASHES_KEPT: Final = 200
+"""Jobs that a supervisor remembers; a report names as many as a batch holds."""
+AGAIN_S: Final = 1.0
+"""Between two tries to publish a report while the log is away."""
+
+
+class CrashReport(msgspec.Struct, frozen=True):
+    """A child's end and what it had in hand. `signal`: what it died of, for people."""
+
+    signal: str
+    operation: Operation
+    jobs: list[Named]
+    time_ms: int
+
+    @property
+    def alone(self) -> bool:
+        return len(self.jobs) == 1
+
+    def events(self, worker: str) -> list[Crashed]:
+        return [
+            Crashed(
+                id=job.id,
+                time_ms=self.time_ms,
+                origin=job.origin,
+                worker=worker,
+                operation=self.operation,
+                signal=self.signal,
+                alone=self.alone,
+            )
+            for job in self.jobs
+        ]
+
+
+def crash_report(status: int, path: Path, *, stuck: bool, out_of_memory: bool, clock: Clock) -> CrashReport | None:
+    """Of a child that ended with this status (negative: a signal's number); None when nobody is to blame.
+
+    stuck: the watchdog killed it. out_of_memory: the kernel killed something of this machine's or container's.
+    """
+    cause = _cause(status, stuck=stuck, out_of_memory=out_of_memory)
+    flight: Flight | None = read_flight(path) if cause else None
+    if flight is None or not flight.jobs:
+        return None
+    return CrashReport(cause, flight.operation, flight.jobs, now_ms(clock))
+
+
+def _cause(status: int, *, stuck: bool, out_of_memory: bool) -> str:
+    if stuck:
+        return "watchdog"
+    if status == ENGINE_DIED:
+        return "exception"
+    if status == -signal.SIGKILL and out_of_memory:
+        return "out_of_memory"
+    return signal.Signals(-status).name if status < 0 and -status in FAULTS else ""
+
+
+class CrashLog:
+    """What this supervisor's children have crashed with, by the job's id: for the next one, which may have no bus to
+    ask. Forgets the oldest."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, JobState] = {}
+
+    def add(self, report: CrashReport) -> None:
+        for number, event in enumerate(report.events("")):
+            state = self._states.pop(event.id, None)
+            self._states[event.id] = fold(state, event, -1, (state.offset if state else -1) + 1 + number)
+        while len(self._states) > CRASHES_KEPT:
+            del self._states[next(iter(self._states))]
+
+    def to_json(self) -> str:
+        return msgspec.json.encode(list(self._states.values())).decode()
+
+
+async def publish(settings: Settings, worker: str, report: CrashReport) -> None:
+    """Record the report. Tries until the log takes it."""
+    names = settings.names
+    records = [Outgoing(names.events, event.id.encode(), encode(event)) for event in report.events(worker)]
+    while True:
+        try:
+            async with wiring.open_log(settings, "supervisor") as job_log:
+                answers = await job_log.publish(records)
+            done = {number for number, answer in enumerate(answers) if isinstance(answer, Placed)}
+            records = [record for number, record in enumerate(records) if number not in done]
+            if not records:
+                log.warning("crash_reported", worker=worker, jobs=len(report.jobs), operation=report.operation)
+                return
+        except ArrieroError as error:
+            log.info("crash_report_waits", code=error.code, error=error.message)
+        await asyncio.sleep(AGAIN_S)
+
+
+def oom_kills(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
+    """How many processes of this control group the kernel has killed for want of memory; 0 where nothing tells."""
+    try:
+        lines = proc.read_text().splitlines()
+    except OSError:
+        return 0
+    candidates = []
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        inside = path.lstrip("/")
+        if number == "0":
+            candidates += [root / inside / "memory.events", root / "memory.events"]
+        elif "memory" in controllers.split(","):
+            candidates += [root / "memory" / inside / "memory.oom_control", root / "memory" / "memory.oom_control"]
+    for file in candidates:
+        try:
+            found = dict(pair.split() for pair in file.read_text().splitlines())
+            return int(found["oom_kill"])
+        except (OSError, KeyError, ValueError):
+            continue
+    return 0

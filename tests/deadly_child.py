@@ -1,0 +1,84 @@
+"""A supervised worker whose engine ends its own process on marked prompts: `deadly_child.py worker`.
+
+KILL read       while the record is decoded       KILL token      at the tenth token
+KILL tokenise   while the prompt is prepared      KILL loop       by a step that never ends
+KILL prefill    at prefill                        KILL memory     as the kernel does that has none left
+KILL raise      by an exception in the engine
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from arriero.ops import child, wiring
+from arriero.schemas.job import Job
+from arriero.transports.log import Record
+from arriero.workers import intake
+from arriero.workers.engine.echo import EchoBackend
+from arriero.workers.engine.seam import StepOutcome, StepPlan, Work
+
+OOM_VARIABLE = "TEST_OOM_COUNTER"
+"""The file in which the kernel would count the processes that it kills for want of memory."""
+
+
+def crash() -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+class DeadlyEcho(EchoBackend):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._work: dict[int, Work] = {}
+
+    def prepare(self, job: Job) -> list[int]:
+        if "KILL tokenise" in (job.prompt or ""):
+            crash()
+        return super().prepare(job)
+
+    def begin(self, slot: int, work: Work) -> None:
+        super().begin(slot, work)
+        self._work[slot] = work
+
+    def step(self, plan: StepPlan) -> StepOutcome:
+        for feed in plan.feeds:
+            work = self._work[feed.slot]
+            prompt = b"".join(map(self.piece, work.prompt)).decode()
+            position = feed.position + len(feed.tokens) - len(work.prompt)
+            if "KILL prefill" in prompt and position <= 0:
+                crash()
+            if "KILL token" in prompt and position >= 9:
+                crash()
+            if "KILL memory" in prompt and position >= 2:
+                counter = Path(os.environ[OOM_VARIABLE])
+                counter.write_text(f"oom_kill {int(counter.read_text().split()[1]) + 1}\n")
+                os.kill(os.getpid(), signal.SIGKILL)
+            if "KILL raise" in prompt and position >= 2:
+                raise RuntimeError("out of the engine")
+            while "KILL loop" in prompt and position >= 2:
+                pass
+        return super().step(plan)
+
+
+def main() -> int:
+    real_check, real_loader = intake.check_record, wiring.engine_loader
+
+    def check(record: Record, *rest: Any) -> Any:
+        if b"KILL read" in (record.value or b""):
+            crash()
+        return real_check(record, *rest)
+
+    def load(settings: Any) -> Any:
+        name, _ = real_loader(settings)
+        return name, lambda: DeadlyEcho(name=name, slots=8, step_s=settings.engine.echo_step_s)
+
+    intake.check_record = check
+    wiring.engine_loader = load
+    return child.main(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
