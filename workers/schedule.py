@@ -338,6 +338,7 @@ class Scheduler:
             preempted[victim.work.key] = Vacated(victim.work.key, victim.slot)
             self._preempt(victim)
         admitted.append(self._seat(self._sequences[self._suspects.popleft()]))
+        self._alone_from = now + ALONE_WAIT_S
         return True
 
     def _end(self, key: int, kind: Literal["cancelled", "expired"], ended: list[Cut]) -> None:

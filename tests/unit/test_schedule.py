@@ -13,7 +13,7 @@ from arriero.schemas.errors import BadJob
 from arriero.schemas.job import CLASSES, Sampling
 from arriero.schemas.token import Token
 from arriero.workers.engine.seam import Pick, StepOutcome, Work
-from arriero.workers.schedule import Limits, Plan, Scheduler
+from arriero.workers.schedule import ALONE_WAIT_S, Limits, Plan, Scheduler
 
 LIMITS = Limits(slots=3, n_ctx=60, n_ctx_sequence=40, n_batch=16, chunk_tokens=4)
 
@@ -167,6 +167,40 @@ def test_an_expired_sequence_ends_where_it_is(steps: int) -> None:
     assert (cut.key, cut.kind, cut.stage) == (2, "expired", {0: "queue", 1: "prefill", 3: "decode"}[steps])
 
 
+def test_a_suspect_waits_for_the_others_and_then_takes_their_place() -> None:
+    scheduler = Scheduler(LIMITS)
+    scheduler.add(work(1, max_tokens=30))
+    run(scheduler)
+    scheduler.add(work(2, alone=True))
+    scheduler.add(work(3, priority="interactive"))
+    assert admitted(run(scheduler, 0.0)) == [3]
+    assert admitted(run(scheduler, ALONE_WAIT_S - 0.1)) == []
+    plan = run(scheduler, ALONE_WAIT_S)
+    assert admitted(plan) == [2]
+    assert 1 in [vacated.key for vacated in plan.preempted]
+    assert {feed.slot for feed in plan.step.feeds} == {plan.admitted[0].slot}
+
+
+def test_a_suspect_runs_at_once_when_nothing_else_is_there() -> None:
+    scheduler = Scheduler(LIMITS)
+    scheduler.add(work(1, alone=True))
+    assert admitted(run(scheduler)) == [1]
+    scheduler.add(work(2, priority="interactive"))
+    assert admitted(run(scheduler)) == []
+
+
+def test_between_two_suspects_the_others_get_their_time() -> None:
+    scheduler = Scheduler(LIMITS)
+    scheduler.add(work(1, max_tokens=1, alone=True))
+    scheduler.add(work(2, max_tokens=1, alone=True))
+    scheduler.add(work(3, max_tokens=30))
+    assert admitted(run(scheduler, 0.0)) == [3]
+    assert admitted(run(scheduler, ALONE_WAIT_S)) == [1]
+    assert admitted(run(scheduler, ALONE_WAIT_S + 0.1)) == [3]
+    assert admitted(run(scheduler, 2 * ALONE_WAIT_S - 0.1)) == []
+    assert admitted(run(scheduler, 2 * ALONE_WAIT_S + 0.1)) == [2]
+
+
 def test_work_that_can_never_run_is_refused() -> None:
     scheduler = Scheduler(LIMITS)
     for bad, code in ((work(1, prompt=0), "empty_prompt"), (work(2, prompt=40), "prompt_too_long")):
@@ -216,8 +250,9 @@ class Machine(RuleBasedStateMachine):
         priority=st.sampled_from(CLASSES),
         deadline=st.none() | st.integers(0, 30),
         resume=st.integers(0, 3),
+        alone=st.sampled_from([False, False, False, True]),
     )
-    def add(self, prompt: int, max_tokens: int, priority: str, deadline: int | None, resume: int) -> None:
+    def add(self, prompt: int, max_tokens: int, priority: str, deadline: int | None, resume: int, alone: bool) -> None:
         self.next_key += 1
         room = min(max_tokens, 40 - prompt)
         new = work(
@@ -227,6 +262,7 @@ class Machine(RuleBasedStateMachine):
             priority=priority,
             deadline=None if deadline is None else self.now + deadline,
             resume=[Token(9, "")] * min(resume, room - 1),
+            alone=alone,
         )
         self.scheduler.add(new)
         self.alive[new.key] = new
@@ -292,7 +328,9 @@ class Machine(RuleBasedStateMachine):
             assert len(admitted_work.resume) == self.outputs[admitted_work.key]
             self.seated[slot] = admitted_work.key
             self.cells[slot] = 0
-        if plan.preempted:
+        if any(seat.work.alone for seat in plan.admitted):
+            assert len(plan.admitted) == len(self.seated) == 1
+        elif plan.preempted:
             highest = min(CLASSES.index(seat.work.priority) for seat in plan.admitted)
             assert all(CLASSES.index(self.alive[one.key].priority) > highest for one in plan.preempted)
 
@@ -312,6 +350,11 @@ class Machine(RuleBasedStateMachine):
         assert len(self.seated) <= self.limits.slots
         assert sum(self.cells.values()) == self.scheduler.cells_used
         assert self.scheduler.cells_used <= self.scheduler.cells_reserved <= self.limits.n_ctx
+
+    @invariant()
+    def what_must_run_alone_does(self) -> None:
+        if hasattr(self, "scheduler") and any(self.alive[key].alone for key in self.seated.values()):
+            assert len(self.seated) == 1
 
     @invariant()
     def no_key_is_lost(self) -> None:
