@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
@@ -63,13 +64,16 @@ class CrashReport(msgspec.Struct, frozen=True):
         ]
 
 
-def crash_report(status: int, path: Path, *, stuck: bool, out_of_memory: bool, clock: Clock) -> CrashReport | None:
+def crash_report(
+    status: int, path: Path, *, stuck: Collection[int], out_of_memory: bool, clock: Clock
+) -> CrashReport | None:
     """Of a child that ended with this status (negative: a signal's number); None when nobody is to blame.
 
-    stuck: the watchdog killed it. out_of_memory: the kernel killed something of this machine's or container's.
+    stuck: the recorder's lanes for which the watchdog killed it: what went on in the others is not to blame.
+    out_of_memory: the kernel killed something of this machine's or container's just now.
     """
-    cause = _cause(status, stuck=stuck, out_of_memory=out_of_memory)
-    flight: Flight | None = read_flight(path) if cause else None
+    cause = _cause(status, stuck=bool(stuck), out_of_memory=out_of_memory)
+    flight: Flight | None = read_flight(path, stuck or None) if cause else None
     if flight is None or not flight.jobs:
         return None
     return CrashReport(cause, flight.operation, flight.jobs, now_ms(clock))

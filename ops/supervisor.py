@@ -23,11 +23,11 @@ from typing import Any, Final, Literal
 import msgspec
 import structlog
 
-from arriero.ops.crashes import CrashLog, CrashReport, crash_report, oom_kills
+from arriero.ops.crashes import CrashLog, CrashReport, crash_report
 from arriero.ops.signals import StopRequest
+from arriero.ops.watchdog import Watch
 from arriero.schemas.clock import Clock
 from arriero.schemas.errors import SetupError
-from arriero.workers.flight import progress, stuck_lanes
 
 BACKOFF_FIRST_S: Final = 0.5
 BACKOFF_MAX_S: Final = 30.0
@@ -39,7 +39,6 @@ ABORT_S: Final = 2.5
 """How long a child may take to stop at once. Then it is killed."""
 REPORT_MAX_S: Final = 5.0
 """How long a crash report may hold the next life up. While the log is away longer it is tried on beside it."""
-WATCH_S: Final = 1.0
 STATUS_FD_VARIABLE: Final = "ARRIERO_STATUS_FD"
 FLIGHT_VARIABLE: Final = "ARRIERO_FLIGHT"
 CRASHES_VARIABLE: Final = "ARRIERO_CRASHES"
@@ -71,8 +70,8 @@ class Child:
         self.info: dict[str, Any] = {}
         """What the child said when it became ready."""
         self.became_ready = asyncio.Event()
-        self.stuck = False
-        """Whether the watchdog has killed it."""
+        self.watch: Watch | None = None
+        """Over its present or last life, when it keeps a recorder."""
         self.why = ""
         """How its last life ended, while it is restarting: its own last words where it had any."""
 
@@ -126,12 +125,11 @@ class Supervisor:
         failures = 0
         while not self._stopping:
             began = self._clock.monotonic()
-            oom_before = oom_kills()
             code, words = await self._run_once(child)
             if self._stopping:
                 break
-            if child.spec.watchdog_s:
-                await self._blame(child, code, out_of_memory=oom_kills() > oom_before)
+            if child.watch is not None:
+                await self._blame(child, code, child.watch)
             if words is not None and words.fatal:
                 raise SetupError(words.error, code="child_failed")
             failures = 0 if self._clock.monotonic() - began >= HEALTHY_S else failures + 1
@@ -142,10 +140,10 @@ class Supervisor:
             self._set(child, "restarting")
             await asyncio.sleep(delay_s)
 
-    async def _blame(self, child: Child, code: int, *, out_of_memory: bool) -> None:
+    async def _blame(self, child: Child, code: int, watch: Watch) -> None:
         """Report a crash, and let that be known before the next life begins, within reason."""
         path = self._flight(child)
-        report = crash_report(code, path, stuck=child.stuck, out_of_memory=out_of_memory, clock=self._clock)
+        report = crash_report(code, path, stuck=watch.stuck, out_of_memory=watch.out_of_memory(), clock=self._clock)
         path.unlink(missing_ok=True)
         if report is None or self._crashed is None:
             return
@@ -162,20 +160,11 @@ class Supervisor:
     def _flight(self, child: Child) -> Path:
         return self._folder / f"{child.spec.role}.flight"
 
-    async def _watch(self, child: Child, process: asyncio.subprocess.Process) -> None:
+    async def _watch(self, child: Child, watch: Watch, process: asyncio.subprocess.Process) -> None:
         """Kill a child of which one operation does not end."""
-        path, patience_s = self._flight(child), child.spec.watchdog_s
-        seen, since = progress(path), self._clock.monotonic()
-        while True:
-            await asyncio.sleep(min(WATCH_S, patience_s / 4))
-            now, moment = progress(path), self._clock.monotonic()
-            if not stuck_lanes(seen, now):
-                seen, since = now, moment
-            elif moment - since >= patience_s:
-                log.error("child_stuck", role=child.spec.role, pid=process.pid, for_s=round(moment - since, 1))
-                child.stuck = True
-                _signal(process, signal.SIGKILL)
-                return
+        for_s = await watch.until_stuck(process.pid)
+        log.error("child_stuck", role=child.spec.role, pid=process.pid, for_s=round(for_s, 1))
+        _signal(process, signal.SIGKILL)
 
     async def _run_once(self, child: Child) -> tuple[int, _Words | None]:
         """One life of the child: its exit status (negative: a signal's number), and its last words."""
@@ -189,16 +178,19 @@ class Supervisor:
             finally:
                 os.close(writing)
             child.pid = process.pid
-            child.stuck = False
             self._processes[child.spec.role] = process
-            watchdog = asyncio.create_task(self._watch(child, process), name=f"watch {child.spec.role}")
-            if not child.spec.watchdog_s:
-                watchdog.cancel()
+            watching: asyncio.Task[None] | None = None
+            if child.spec.watchdog_s:
+                child.watch = Watch(self._flight(child), child.spec.watchdog_s, self._clock)
+                watching = asyncio.create_task(
+                    self._watch(child, child.watch, process), name=f"watch {child.spec.role}"
+                )
             try:
                 words = await self._listen(child, pipe)
                 return await process.wait(), words
             finally:
-                watchdog.cancel()
+                if watching is not None:
+                    watching.cancel()
                 if process.returncode is None:
                     with contextlib.suppress(ProcessLookupError):
                         process.kill()

@@ -18,13 +18,16 @@ import contextlib
 import mmap
 import struct
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
+import structlog
 
 from arriero.schemas.event import Origin
+
+log = structlog.get_logger(__name__)
 
 Operation = Literal["idle", "load", "read", "tokenise", "prefill", "decode"]
 OPERATIONS: Final[tuple[Operation, ...]] = ("idle", "load", "read", "tokenise", "prefill", "decode")
@@ -37,6 +40,7 @@ _HEAD: Final = struct.Struct("<BQH")
 """A lane: operation, how many operations were begun, length of its label."""
 _LANE_BYTES: Final = _HEAD.size + LABEL_BYTES
 _LANES: Final = 1 + PREPARE_LANES
+ENGINE_LANE: Final = _LANES
 _ENGINE: Final = _LANES * _LANE_BYTES
 _MASK: Final = _ENGINE + _HEAD.size
 _SLOTS: Final = _MASK + SLOTS_MAX // 8
@@ -51,17 +55,15 @@ class Named(msgspec.Struct, frozen=True):
 
 
 class Flight(msgspec.Struct, frozen=True):
-    """What a recorder says. `steps` counts the engine's operations: one that stands still is stuck, unless idle."""
+    """What a recorder says."""
 
     operation: Operation
     """The most telling of all lanes: what is under way in the engine, else elsewhere."""
     jobs: list[Named]
-    engine: Operation
-    steps: int
 
 
 class FlightRecorder:
-    """Writes to `path`, which it makes; to nothing without one."""
+    """Writes to `path`, which it makes; to nothing without one, or where there is no room for it."""
 
     def __init__(self, path: Path | None) -> None:
         self._map: mmap.mmap | None = None
@@ -72,9 +74,14 @@ class FlightRecorder:
 
     def __enter__(self) -> FlightRecorder:
         if self._path is not None:
-            with self._path.open("w+b") as file:
-                file.truncate(_SIZE)
-                self._map = mmap.mmap(file.fileno(), _SIZE)
+            try:
+                with self._path.open("w+b") as file:
+                    # Written out, not only made so long: on a full disk a page that is not there yet is a SIGBUS.
+                    file.write(bytes(_SIZE))
+                    file.flush()
+                    self._map = mmap.mmap(file.fileno(), _SIZE)
+            except OSError as error:
+                log.warning("flight_recorder_unavailable", path=str(self._path), reason=error.strerror)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -131,8 +138,8 @@ class FlightRecorder:
             _HEAD.pack_into(self._map, at, OPERATIONS.index(operation), self._counts[lane], len(data))
 
 
-def read_flight(path: Path) -> Flight | None:
-    """What the process was doing; None when its recorder cannot be read."""
+def read_flight(path: Path, lanes: Collection[int] | None = None) -> Flight | None:
+    """What the process was doing, in these lanes only when they are given; None when its recorder cannot be read."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -142,14 +149,18 @@ def read_flight(path: Path) -> Flight | None:
     jobs: dict[str, Named] = {}
     elsewhere: Operation = "idle"
     for lane in range(_LANES):
+        if lanes is not None and lane not in lanes:
+            continue
         at = lane * _LANE_BYTES
         operation, _, length = _HEAD.unpack_from(data, at)
         named = _named(data[at + _HEAD.size : at + _HEAD.size + length])
         if 0 < operation < len(OPERATIONS) and named is not None:
             elsewhere = OPERATIONS[operation]
             jobs[named.id] = named
-    operation, steps, _ = _HEAD.unpack_from(data, _ENGINE)
+    operation, _, _ = _HEAD.unpack_from(data, _ENGINE)
     engine: Operation = OPERATIONS[operation] if operation < len(OPERATIONS) else "idle"
+    if lanes is not None and ENGINE_LANE not in lanes:
+        engine = "idle"
     if engine in ("prefill", "decode"):
         mask = int.from_bytes(data[_MASK:_SLOTS], "little")
         for slot in range(SLOTS_MAX):
@@ -159,7 +170,7 @@ def read_flight(path: Path) -> Flight | None:
                 named = _named(data[at + 2 : at + 2 + length])
                 if named is not None:
                     jobs[named.id] = named
-    return Flight(engine if engine != "idle" else elsewhere, list(jobs.values()), engine, steps)
+    return Flight(engine if engine != "idle" else elsewhere, list(jobs.values()))
 
 
 def label_of(job_id: str, origin: Origin) -> str:
@@ -193,7 +204,8 @@ def progress(path: Path) -> tuple[tuple[int, int], ...]:
     return tuple(_HEAD.unpack_from(data, lane * _LANE_BYTES)[:2] for lane in range(_LANES + 1))
 
 
-def stuck_lanes(before: tuple[tuple[int, int], ...], now: tuple[tuple[int, int], ...]) -> bool:
-    """Whether an operation other than loading was under way all the time between these two."""
+def stuck_lanes(before: tuple[tuple[int, int], ...], now: tuple[tuple[int, int], ...]) -> frozenset[int]:
+    """Those in which one operation, other than loading, was under way all the time between these two."""
     waiting = (OPERATIONS.index("idle"), OPERATIONS.index("load"))
-    return any(old == new and new[0] not in waiting for old, new in zip(before, now, strict=False))
+    pairs = enumerate(zip(before, now, strict=False))
+    return frozenset(lane for lane, (old, new) in pairs if old == new and new[0] not in waiting)

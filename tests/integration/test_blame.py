@@ -17,7 +17,7 @@ import msgspec
 import pytest
 from fleet import Fleet
 
-from arriero.ops import child, crashes, supervisor
+from arriero.ops import child, crashes, supervisor, watchdog
 from arriero.ops.settings import EngineSettings, Settings
 from arriero.ops.signals import StopRequest
 from arriero.ops.supervisor import ChildSpec, Supervisor
@@ -39,7 +39,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     counter = tmp_path / "memory.events"
     counter.write_text("oom_kill 0\n")
     monkeypatch.setenv(deadly_child.OOM_VARIABLE, str(counter))
-    monkeypatch.setattr(supervisor, "oom_kills", lambda: int(counter.read_text().split()[1]))
+    monkeypatch.setattr(watchdog, "oom_kills", lambda: int(counter.read_text().split()[1]))
 
 
 @asynccontextmanager

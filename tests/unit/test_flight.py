@@ -14,6 +14,7 @@ from arriero.ops.crashes import ENGINE_DIED, CrashLog, CrashReport, crash_report
 from arriero.schemas.clock import SystemClock
 from arriero.schemas.event import Origin
 from arriero.workers.flight import (
+    ENGINE_LANE,
     LABEL_BYTES,
     FlightRecorder,
     Named,
@@ -155,19 +156,19 @@ def test_only_an_operation_that_does_not_move_on_is_stuck(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("status", "stuck", "out_of_memory", "cause"),
     [
-        (-signal.SIGSEGV, False, False, "SIGSEGV"),
-        (-signal.SIGABRT, False, False, "SIGABRT"),
-        (-signal.SIGKILL, False, False, None),
-        (-signal.SIGKILL, False, True, "out_of_memory"),
-        (-signal.SIGKILL, True, False, "watchdog"),
-        (-signal.SIGTERM, False, True, None),
-        (ENGINE_DIED, False, False, "exception"),
-        (1, False, True, None),
-        (0, False, False, None),
+        (-signal.SIGSEGV, (), False, "SIGSEGV"),
+        (-signal.SIGABRT, (), False, "SIGABRT"),
+        (-signal.SIGKILL, (), False, None),
+        (-signal.SIGKILL, (), True, "out_of_memory"),
+        (-signal.SIGKILL, (ENGINE_LANE,), False, "watchdog"),
+        (-signal.SIGTERM, (), True, None),
+        (ENGINE_DIED, (), False, "exception"),
+        (1, (), True, None),
+        (0, (), False, None),
     ],
 )
 def test_only_faults_are_blamed_on_what_was_in_hand(
-    tmp_path: Path, status: int, stuck: bool, out_of_memory: bool, cause: str | None
+    tmp_path: Path, status: int, stuck: tuple[int, ...], out_of_memory: bool, cause: str | None
 ) -> None:
     path = tmp_path / "flight"
     with FlightRecorder(path) as recorder:
@@ -184,7 +185,7 @@ def test_an_idle_process_that_dies_blames_nobody(tmp_path: Path) -> None:
     path = tmp_path / "flight"
     with FlightRecorder(path) as recorder:
         recorder.step("idle")
-    assert crash_report(-signal.SIGSEGV, path, stuck=False, out_of_memory=False, clock=SystemClock()) is None
+    assert crash_report(-signal.SIGSEGV, path, stuck=(), out_of_memory=False, clock=SystemClock()) is None
 
 
 def test_a_supervisor_remembers_who_was_there_and_how_often() -> None:
@@ -214,3 +215,32 @@ def test_the_kernels_count_is_found_in_either_hierarchy(tmp_path: Path, line: st
     counter.parent.mkdir(parents=True, exist_ok=True)
     counter.write_text("low 0\noom_kill 7\n")
     assert oom_kills(proc, tmp_path / "fs") == 7
+
+
+def test_of_given_lanes_only_theirs_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "flight"
+    with FlightRecorder(path) as recorder:
+        recorder.seated(0, label_of("a", origin(0)))
+        with recorder.tokenising(label_of("b", origin(1))):
+            before = progress(path)
+            recorder.step("decode", [0])
+            other = read_flight(path, stuck_lanes(before, progress(path)))
+            engine = read_flight(path, [ENGINE_LANE])
+    assert other is not None
+    assert engine is not None
+    assert (other.operation, [job.id for job in other.jobs]) == ("tokenise", ["b"])
+    assert (engine.operation, [job.id for job in engine.jobs]) == ("decode", ["a"])
+
+
+def test_where_there_is_no_room_for_a_recorder_the_work_goes_on_without(tmp_path: Path) -> None:
+    code = (
+        "import resource, sys; from pathlib import Path; from arriero.workers.flight import FlightRecorder\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))\n"
+        "with FlightRecorder(Path(sys.argv[1])) as recorder:\n"
+        "    recorder.seated(200, 'x' * 600); recorder.step('decode', [200])\n"
+    )
+    path = tmp_path / "flight"
+    done = subprocess.run([sys.executable, "-c", code, str(path)], check=False, capture_output=True)
+    assert done.returncode == 0
+    assert b"flight_recorder_unavailable" in done.stdout + done.stderr
+    assert read_flight(path) is None
