@@ -20,6 +20,7 @@ from arriero.schemas.event import Error
 from arriero.schemas.state import JobState
 
 SUSPECT_IN_ROW: Final = 2
+"""No job with fewer crashes in all is anything but innocent."""
 CONVICT_ALONE: Final = 2
 CONVICT_IN_ALL: Final = 5
 WORKER_CRASHED: Final = "worker_crashed"

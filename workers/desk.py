@@ -242,6 +242,7 @@ class Desk:
         held.started_ms, held.admitted = time_ms, now
         held.since_ms = held.since_ms or time_ms
         self._leave_room(held)
+        self._metrics.suspects.inc(held.alone)
         held.committer.add(held.started(time_ms), lazy=True)
         self._metrics.queue_time[held.priority].observe(max(0.0, now - held.arrived))
 

@@ -15,7 +15,7 @@ the bus has forgotten them, behind those that the log has.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence, Set
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Final
 
 import structlog
@@ -30,7 +30,7 @@ from arriero.schemas.token import FinishReason, Token
 from arriero.transports.bus import Opened
 from arriero.transports.failpoints import reach
 from arriero.transports.log import JobLog, Record
-from arriero.workers.blame import WORKER_CRASHED, conviction, verdict
+from arriero.workers.blame import SUSPECT_IN_ROW, WORKER_CRASHED, conviction, verdict
 from arriero.workers.checkpoints import Checkpoint, Checkpoints
 from arriero.workers.commit import Committer
 from arriero.workers.desk import Desk
@@ -49,7 +49,8 @@ CHECKPOINTS_AGAIN_S: Final = 1.0
 REPORTS_S: Final = 0.3
 """How long what a former owner had begun waits for a report of its crash: a takeover on one machine is quicker."""
 SKEW_MS: Final = 60_000
-"""Records carry their publishers' clocks."""
+"""Records carry their publishers' clocks. With one that is further ahead a job counts as new here: what this worker's
+own forerunners remember, and what the bus says when the stream is opened, find it all the same."""
 
 
 class Intake:
@@ -108,7 +109,7 @@ class Intake:
         4. open the streams 5. ask the log for what the bus has forgotten 6. decide and submit."""
         jobs: list[Held] = []
         # 1.
-        old = [record for record in records if record.time_ms <= self._began_ms + SKEW_MS]
+        old = [record for record in records if self._may_have_crashed(record)]
         if old and self._reports_due:
             self._reports_due = False
             await asyncio.sleep(REPORTS_S)
@@ -136,7 +137,13 @@ class Intake:
                 self._committer.add(event, settles=record.offset)
         reach("intake.held")
         # 3.
-        jobs = await self._try(jobs, {record.offset for record in old})
+        read_before = {record.offset for record in old}
+        await self._judge(
+            held
+            for held in jobs
+            if held.origin.offset in read_before or held.job.attempt > 1 or held.job.id in self._known
+        )
+        jobs = [held for held in jobs if not held.over]
         prepared = await asyncio.gather(*(self._tokenise(held) for held in jobs))
         ready = [held for held, is_ready in zip(jobs, prepared, strict=True) if is_ready]
         if not ready:
@@ -144,6 +151,10 @@ class Intake:
         # 4.
         answers = await self._desk.streams.open([held.stream for held in ready])
         reach("intake.opened")
+        opened = list(zip(ready, answers, strict=True))
+        await self._judge(held for held, answer in opened if answer is not None and answer.crashes >= SUSPECT_IN_ROW)
+        opened = [(held, answer) for held, answer in opened if not held.over]
+        ready, answers = [held for held, _ in opened], [answer for _, answer in opened]
         # 5.
         await self._recover(ready, answers)
         states = await self._known.states(
@@ -156,28 +167,30 @@ class Intake:
             self._decide(held, answer, states.get(held.job.id))
         reach("intake.submitted")
 
-    async def _try(self, jobs: Sequence[Held], old: Set[int]) -> list[Held]:
-        """Those that may go on; suspects among them alone. The convicted are dead-lettered."""
-        doubtful = [held.job.id for held in jobs if held.origin.offset in old or held.job.attempt > 1]
-        states = await self._known.states(doubtful)
-        innocent = []
+    def _may_have_crashed(self, record: Record) -> bool:
+        """Whether a former owner can have had it in hand."""
+        return record.time_ms <= self._began_ms + SKEW_MS or str(origin_of(record)) in self._known
+
+    async def _judge(self, doubtful: Iterable[Held]) -> None:
+        """Of jobs that may have crashed workers: the convicted are dead-lettered, suspects are to run alone."""
+        jobs = list(doubtful)
+        states = await self._known.states(held.job.id for held in jobs)
         for held in jobs:
             state = states.get(held.job.id)
+            if state is None or owner_elsewhere(state, held.root):  # then the crashes are another job's
+                continue
             match verdict(state):
                 case "convicted":
-                    assert state is not None
                     log.warning("job_convicted", job_id=held.job.id, crashes=state.crashes, alone=state.crashes_alone)
                     event, copies = dead_letter(
                         held, WORKER_CRASHED, conviction(state), names=self._names, time_ms=self._now_ms()
                     )
                     self._desk.settle(held, event, copies)
                 case "suspect":
-                    log.warning("job_suspected", job_id=held.job.id, crashes=state.crashes if state else 0)
+                    log.warning("job_suspected", job_id=held.job.id, crashes=state.crashes)
                     held.alone = True
-                    innocent.append(held)
                 case "innocent":
-                    innocent.append(held)
-        return innocent
+                    pass
 
     async def _recover(self, ready: Sequence[Held], answers: list[Opened | None]) -> None:
         """Open once more, with what the log remembers, the streams of begun jobs that the bus does not have."""

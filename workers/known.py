@@ -22,6 +22,10 @@ class KnownJobs:
         self._bus = bus
         self._crashes = crashes
 
+    def __contains__(self, job_id: str) -> bool:
+        """Whether forerunners of this worker have crashed with it in hand."""
+        return job_id in self._crashes
+
     async def states(self, ids: Iterable[str]) -> dict[str, JobState]:
         """Of these jobs, and of records by their origin's text, as far as anything is known."""
         wanted = list(dict.fromkeys(ids))

@@ -84,6 +84,9 @@ class WorkerMetrics(CommitMetrics):
         self.preemptions = Counter(
             "arriero_num_preemptions", "How often did a job lose its slot to a more urgent one?", registry=registry
         )
+        self.suspects = Counter(
+            "arriero_suspects", "How often has a job run alone, because workers had crashed with it?", registry=registry
+        )
         self.jobs = Counter(
             "arriero_jobs", "How do jobs end? Counted once recorded.", ["outcome", "class"], registry=registry
         )
@@ -134,8 +137,8 @@ class ProjectorMetrics:
         )
         self.crashes = Counter(
             "arriero_reported_crashes",
-            "How often was a job in hand when a worker crashed, and doing what?",
-            ["operation"],
+            "How often was a job in hand when a worker crashed, doing what, and what ended the worker?",
+            ["operation", "cause"],
             registry=registry,
         )
         self.late_terminals = Counter(

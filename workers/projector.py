@@ -237,7 +237,7 @@ class Projector:
             state = fold(states[event.id], event, record.partition, record.offset)
             states[event.id] = state
             if isinstance(event, Crashed):
-                self._metrics.crashes.labels(event.operation).inc()
+                self._metrics.crashes.labels(event.operation, event.signal).inc()
             if isinstance(event, Terminal):
                 if state.terminal == record.offset:
                     ended.append(event)

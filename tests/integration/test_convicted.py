@@ -1,0 +1,67 @@
+"""What a worker does with jobs of which the log says that they crashed others. No process dies here."""
+
+from __future__ import annotations
+
+import pytest
+from fleet import Fleet
+
+from arriero.schemas.clock import SystemClock
+from arriero.schemas.codec import encode
+from arriero.schemas.event import Completed, Crashed, DeadLettered, Duplicate, Origin
+from arriero.schemas.job import Job, encode_job
+from arriero.transports.connect import make_log
+from arriero.transports.log import Outgoing, Placed
+
+
+class FastClock(SystemClock):
+    """Ten minutes ahead."""
+
+    def time(self) -> float:
+        return super().time() + 600
+
+
+async def report(fleet: Fleet, job_id: str, placed: Placed, times: int = 2) -> None:
+    """Crashes with this job alone in hand, and their projection."""
+    origin = Origin(placed.topic, placed.partition, placed.offset, placed.time_ms)
+    crashed = Crashed(
+        id=job_id, time_ms=1, origin=origin, worker="w0", operation="decode", signal="SIGSEGV", alone=True
+    )
+    await fleet.publish(*[Outgoing(fleet.names.events, job_id.encode(), encode(crashed))] * times)
+    await fleet.wait_state(job_id, lambda state: state.crashes == times)
+
+
+async def test_another_record_of_a_convicted_id_is_a_duplicate(fleet: Fleet) -> None:
+    async with fleet.projecting():
+        (placed,) = await fleet.submit(Job(id="a", prompt="abc"))
+        await report(fleet, "a", placed)
+        async with fleet.running(fleet.make_worker("w1")):
+            assert isinstance(await fleet.wait_end("a"), DeadLettered)
+        await fleet.wait_state("a", lambda state: state.ended)
+        async with fleet.running(fleet.make_worker("w2")):
+            await fleet.submit(Job(id="a", prompt="abc"))
+            await fleet.wait_settled(2)
+    assert [type(event) for event in fleet.settling()] == [DeadLettered, Duplicate]
+
+
+@pytest.mark.parametrize("fleet", ["embedded"], indirect=True)
+async def test_a_publishers_clock_that_is_ahead_hides_no_convict(fleet: Fleet) -> None:
+    fast = make_log(fleet.endpoints, names=fleet.names, clock=FastClock(), rng=fleet.rng, client="fast")
+    async with fast, fleet.projecting():
+        job = Job(id="a", prompt="abc")
+        topic = fleet.names.jobs("default", "standard")
+        (placed,) = await fast.publish([Outgoing(topic, b"a", encode_job(job))])
+        assert isinstance(placed, Placed)
+        await report(fleet, "a", placed)
+        async with fleet.running(fleet.make_worker()):
+            assert isinstance(await fleet.wait_end("a"), DeadLettered)
+
+
+async def test_who_crashed_workers_with_others_runs_alone_and_may_finish(fleet: Fleet) -> None:
+    async with fleet.projecting():
+        (placed,) = await fleet.submit(Job(id="a", prompt="abc"))
+        origin = Origin(placed.topic, placed.partition, placed.offset, placed.time_ms)
+        crashed = Crashed(id="a", time_ms=1, origin=origin, worker="w0", operation="decode", signal="SIGSEGV")
+        await fleet.publish(*[Outgoing(fleet.names.events, b"a", encode(crashed))] * 4)
+        await fleet.wait_state("a", lambda state: state.crashes == 4)
+        async with fleet.running(fleet.make_worker()):
+            assert isinstance(await fleet.wait_end("a"), Completed)
