@@ -46,8 +46,10 @@ class Transcript(msgspec.Struct):
 class Load:
     """`publish` until it is stopped; `readers` read on."""
 
-    def __init__(self, client: Client, rng: random.Random, *, rate: float, read_share: float) -> None:
-        """rate: jobs a second. read_share: of the jobs, those that somebody reads."""
+    def __init__(
+        self, client: Client, rng: random.Random, *, rate: float, read_share: float, most: int | None = None
+    ) -> None:
+        """rate: jobs a second. read_share: of the jobs, those that somebody reads. most: it stops after so many."""
         self.asked: dict[str, Asked] = {}
         self.transcripts: dict[str, Transcript] = {}
         self.readers: set[asyncio.Task[None]] = set()
@@ -55,12 +57,13 @@ class Load:
         self._rng = rng
         self._rate = rate
         self._read_share = read_share
+        self._most = most
         self._stopping = False
 
     async def publish(self) -> None:
         """Until `stop`; returns when all is accepted."""
         async with asyncio.TaskGroup() as tasks:
-            while not self._stopping:
+            while not self._stopping and (self._most is None or len(self.asked) < self._most):
                 asked = self._next()
                 if self._rng.random() < self._read_share:
                     self._read(asked.job.id)

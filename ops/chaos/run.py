@@ -100,7 +100,8 @@ async def _run(options: ChaosOptions, fault: str, servers: Servers, folder: Path
                 task.cancel()
             await asyncio.wait([publishing, *load.readers])
         # 4.
-        verdict = await judge(arena.client, load.asked, load.transcripts)
+        client = arena.client
+        verdict = await judge(client.log, client.names, client.pool, load.asked, load.transcripts)
         if verdict.resets and not FAULTS[fault].resets:
             verdict.token_errors += verdict.resets
             verdict.breach(f"readers were reset {verdict.resets} times although bus or worker survived")

@@ -9,12 +9,22 @@ from contextlib import aclosing
 import msgspec
 
 from arriero.ops.chaos.load import Asked, Transcript
-from arriero.producer.client import Client
 from arriero.schemas.codec import decode_event
-from arriero.schemas.event import Cancelled, Completed, Duplicate, Event, Origin, SettlingEvent, Terminal
+from arriero.schemas.event import (
+    Cancelled,
+    Completed,
+    Duplicate,
+    Event,
+    Origin,
+    Requeued,
+    RetryScheduled,
+    SettlingEvent,
+    Terminal,
+)
 from arriero.schemas.job import read_job
+from arriero.schemas.names import Names
 from arriero.schemas.token import Token
-from arriero.transports.log import Record
+from arriero.transports.log import JobLog, Record
 from arriero.transports.reading import until_now
 
 BREACHES_SHOWN = 20
@@ -55,9 +65,11 @@ class _Found(msgspec.Struct):
     late: int = 0
 
 
-async def judge(client: Client, asked: Mapping[str, Asked], transcripts: Mapping[str, Transcript]) -> Verdict:
+async def judge(
+    job_log: JobLog, names: Names, pool: str, asked: Mapping[str, Asked], transcripts: Mapping[str, Transcript]
+) -> Verdict:
     """Reads the whole log. Call it when nothing is in flight any more."""
-    found = await _read(client)
+    found = await _read(job_log, names, pool)
     verdict = Verdict(jobs=len(found.records), readers=len(transcripts), late_terminals=found.late)
     for origin, job_id in found.records.items():
         times = found.settled.get(origin, 0)
@@ -105,9 +117,9 @@ def _judge_reader(verdict: Verdict, job_id: str, transcript: Transcript, end: Te
         )
 
 
-async def _read(client: Client) -> _Found:
-    names, job_log, found = client.names, client.log, _Found()
-    topics = [names.events, *names.job_topics(client.pool)]
+async def _read(job_log: JobLog, names: Names, pool: str) -> _Found:
+    found = _Found()
+    topics = [names.events, *names.job_topics(pool), *names.delay_topics(pool)]
     start = {(topic, number): 0 for topic in topics for number in range(await job_log.partitions(topic))}
     async with aclosing(until_now(job_log, start)) as batches:
         async for batch in batches:
@@ -132,4 +144,4 @@ def _note_event(found: _Found, event: Event) -> None:
         found.late += event.id in found.ends
         found.ends.setdefault(event.id, event)
     else:
-        assert isinstance(event, Duplicate), event
+        assert isinstance(event, Duplicate | RetryScheduled | Requeued), event

@@ -29,7 +29,7 @@ class Bell:
 
     def __init__(self) -> None:
         self.count = 0
-        self._waiters: set[asyncio.Future[None]] = set()
+        self._waiters: dict[asyncio.Future[None], None] = {}
 
     def strike(self) -> None:
         """Wake everyone who waits. For the loop's thread only."""
@@ -43,11 +43,11 @@ class Bell:
         """Returns when the bell has been rung since `count` was `seen`."""
         while self.count == seen:
             waiter = asyncio.get_running_loop().create_future()
-            self._waiters.add(waiter)
+            self._waiters[waiter] = None
             try:
                 await waiter
             finally:
-                self._waiters.discard(waiter)
+                self._waiters.pop(waiter, None)
 
 
 class Doorbell:

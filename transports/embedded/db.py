@@ -26,14 +26,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import apsw
 
+from arriero.schemas.clock import Clock
 from arriero.schemas.errors import ArrieroError
 from arriero.transports.embedded.bells import Doorbell
+from arriero.transports.embedded.peers import Peers
 from arriero.transports.embedded.shared import SharedFile, check_sqlite, make_folder
 from arriero.transports.embedded.writer import Job, Work, Writer
 
@@ -118,6 +120,10 @@ class Database:
             return work(self._reader)
         except apsw.Error as error:
             raise self._file.translate(error) from error
+
+    def peers(self, member: str, clock: Clock, died: Callable[[], None]) -> Peers:
+        """One member of a group among the others that use this folder; not entered yet."""
+        return Peers(self.path.parent / "members", member, clock, died)
 
     def _finish(self, batch: Sequence[Job[Any]]) -> None:
         """One batch's answers, in the loop."""

@@ -24,7 +24,6 @@ from arriero.transports.embedded.bells import Bell
 from arriero.transports.embedded.claim import EmbeddedClaim
 from arriero.transports.embedded.db import Database
 from arriero.transports.embedded.groups import Taken
-from arriero.transports.embedded.peers import Peers
 from arriero.transports.embedded.records import Catalog, Place
 from arriero.transports.embedded.shared import boot_id
 from arriero.transports.ledger import Ledger
@@ -97,7 +96,7 @@ class EmbeddedMembership:
         self._db.read(partial(self._catalog.places, topic=self._events))  # or it could not be rebuilt from
         async with contextlib.AsyncExitStack() as stack:
             self._bell = stack.enter_context(self._db.bells.listen(self._group))
-            self._peers = Peers(self._db.path.parent / "members", self._member, self._clock, self._bell.strike)
+            self._peers = self._db.peers(self._member, self._clock, self._bell.strike)
             stack.enter_context(self._peers)
             for topic in self._topics:
                 stack.enter_context(self._db.bells.listen(topic, bell=_Arrivals(partial(self._arrived, topic))))

@@ -1,0 +1,225 @@
+"""The simulated processes, built from the fleet's own parts."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import traceback
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, Final, cast
+
+from arriero.ops.simulation.files import NOWHERE, File, SimulatedDatabase, World
+from arriero.ops.simulation.loop import Host, HostClock, VirtualLoop
+from arriero.producer.client import Client
+from arriero.schemas.errors import BusUnavailable, LogUnavailable
+from arriero.schemas.job import Job
+from arriero.schemas.names import Names
+from arriero.transports.embedded import groups, records, streams
+from arriero.transports.embedded.bus import EmbeddedBus
+from arriero.transports.embedded.db import Database
+from arriero.transports.embedded.log import EmbeddedLog
+from arriero.transports.log import TopicSpec
+from arriero.workers.engine.echo import EchoBackend
+from arriero.workers.engine.seam import ModelInfo, Pick, StepOutcome, StepPlan, StepReport, Work
+from arriero.workers.engine.turns import Turns
+from arriero.workers.flight import FlightRecorder
+from arriero.workers.projector import Projector
+from arriero.workers.relay import Relay
+from arriero.workers.schedule import CHUNK_TOKENS
+from arriero.workers.worker import Worker, WorkerSettings
+
+EPOCH_S: Final = 1_760_000_000.0
+POOL: Final = "default"
+PARTITIONS: Final = 2
+SLOTS: Final = 4
+STEP_S: Final = 0.02
+"""Of the engine."""
+AGAIN_S: Final = 0.2
+"""After a process has ended by an error; its supervisor would start it anew."""
+
+
+class SimulatedBackend(EchoBackend):
+    """Echoes, and sometimes fails a token for a reason that passes."""
+
+    def __init__(self, rng: random.Random, failing: Callable[[], float]) -> None:
+        super().__init__(slots=SLOTS)
+        self._rng = rng
+        self._failing = failing
+
+    def step(self, plan: StepPlan) -> StepOutcome:
+        outcome = super().step(plan)
+        share = self._failing()
+        if share:
+            outcome.picks = [
+                Pick(pick.slot, 0, error="a passing fault") if self._rng.random() < share else pick
+                for pick in outcome.picks
+            ]
+        return outcome
+
+
+class SimulatedRunner:
+    """The engine's turns without its thread: one after the other, each taking virtual time."""
+
+    def __init__(self, backend: SimulatedBackend, on_step: Callable[[StepReport], None], clock: HostClock) -> None:
+        self._turns = Turns(backend, clock, CHUNK_TOKENS, FlightRecorder(None))
+        self._backend = backend
+        self._on_step = on_step
+        self._work = asyncio.Event()
+        self._commands: list[Work | int] = []
+        self.info: ModelInfo = backend.info
+
+    async def __aenter__(self) -> SimulatedRunner:
+        self.died: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._run(), name="engine")
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    async def prepare(self, job: Job, label: str = "") -> list[int]:
+        return self._backend.prepare(job)
+
+    def submit(self, work: Work) -> None:
+        self._commands.append(work)
+        self._work.set()
+
+    def cancel(self, key: int) -> None:
+        self._commands.append(key)
+        self._work.set()
+
+    async def _run(self) -> None:
+        while True:
+            if self._turns.idle and not self._commands:
+                self._work.clear()
+                await self._work.wait()
+                self._turns.wake()
+            commands, self._commands = self._commands, []
+            for command in commands:
+                if isinstance(command, int):
+                    self._turns.cancel(command)
+                else:
+                    self._turns.submit(command)
+            report = self._turns.turn()
+            await asyncio.sleep(STEP_S)
+            if report is not None:
+                self._on_step(report)
+
+
+class SimulatedFleet:
+    """Files, and processes on them. Processes that end or are killed are started again as long as it is `open`."""
+
+    def __init__(self, loop: VirtualLoop, rng: random.Random) -> None:
+        self.loop = loop
+        self.rng = rng
+        self.names = Names("sim")
+        self.world = World(loop, rng)
+        self.log_file = File(self.world, records.SCHEMA + groups.SCHEMA)
+        self.bus_file = File(self.world, streams.SCHEMA)
+        self.hosts: dict[str, Host] = {}
+        self.failing = 0.0
+        """Share of tokens that the engine fails now."""
+        self.skews: dict[str, float] = {}
+        """How wrong a host's wall clock is, by its name."""
+        self.open = True
+        self.bug = ""
+        """An exception that no process should end by."""
+
+    # --- processes ------------------------------------------------------------------------------------------
+
+    def start(self, name: str) -> None:
+        """`w<n>`, `projector` or `relay`."""
+        work = {"p": self._projector, "r": self._relay}.get(name[0], self._worker)
+        host = self.hosts[name] = Host(self.loop, name, skew_s=self.skews.get(name, 0.0))
+        host.died.append(lambda: self.world.died(host))
+        host.died.append(lambda: self._again(name, host))
+        host.start(self._live(host, work))
+
+    def _again(self, name: str, host: Host) -> None:
+        def again() -> None:
+            if self.open and self.hosts[name] is host:
+                self.start(name)
+
+        self.loop.later(self.rng.uniform(0.1, 1.0), again)
+
+    async def _live(self, host: Host, work: Callable[[Host], Any]) -> None:
+        """As under a supervisor: what ends by an error begins anew, as another process."""
+        try:
+            await work(host)
+        except (LogUnavailable, BusUnavailable):
+            await asyncio.sleep(AGAIN_S)
+        except Exception as error:
+            self.bug = self.bug or "".join(traceback.format_exception(error))
+        host.kill()
+
+    async def _worker(self, host: Host) -> None:
+        clock, rng = self._clock(host), self._rng()
+        backend = SimulatedBackend(rng, lambda: self.failing)
+        async with self._log(host) as job_log, self._bus(host) as bus:
+            worker = Worker(
+                job_log,
+                bus,
+                lambda on_step: SimulatedRunner(backend, on_step, clock),
+                names=self.names,
+                pool=POOL,
+                name=host.name,
+                model_names=["echo"],
+                clock=clock,
+                rng=rng,
+                settings=WorkerSettings(checkpoint_s=0.5, max_attempts=4),
+            )
+            async with worker:
+                await worker.run()
+
+    async def _projector(self, host: Host) -> None:
+        async with self._log(host) as job_log, self._bus(host) as bus:
+            await Projector(
+                job_log, bus, names=self.names, pools=[POOL], clock=self._clock(host), rng=self._rng()
+            ).run()
+
+    async def _relay(self, host: Host) -> None:
+        async with self._log(host) as job_log:
+            await Relay(job_log, names=self.names, pool=POOL, name="relay", clock=self._clock(host)).run()
+
+    @asynccontextmanager
+    async def client(self, host: Host) -> AsyncIterator[Client]:
+        async with AsyncExitStack() as stack:
+            job_log = await stack.enter_async_context(self._log(host))
+            bus = await stack.enter_async_context(self._bus(host))
+            client = Client(
+                namespace=self.names.namespace,
+                pool=POOL,
+                log=job_log,
+                bus=bus,
+                clock=self._clock(host),
+                rng=self._rng(),
+            )
+            yield await stack.enter_async_context(client)
+
+    # --- what they are given --------------------------------------------------------------------------------
+
+    def _log(self, host: Host) -> EmbeddedLog:
+        job_log = EmbeddedLog(NOWHERE, names=self.names, clock=self._clock(host), rng=self._rng())
+        job_log._db = cast(Database, SimulatedDatabase(self.log_file, host, LogUnavailable))
+        return job_log
+
+    def _bus(self, host: Host) -> EmbeddedBus:
+        bus = EmbeddedBus(NOWHERE, names=self.names, clock=self._clock(host))
+        bus._db = cast(Database, SimulatedDatabase(self.bus_file, host, BusUnavailable))
+        return bus
+
+    def _clock(self, host: Host) -> HostClock:
+        return HostClock(self.loop, host, EPOCH_S)
+
+    def _rng(self) -> random.Random:
+        return random.Random(self.rng.getrandbits(64))
+
+    def topics(self) -> list[TopicSpec]:
+        names = self.names
+        return [
+            *(TopicSpec(topic, PARTITIONS) for topic in names.job_topics(POOL)),
+            *(TopicSpec(topic, 1, append_time=True) for topic in names.delay_topics(POOL)),
+            TopicSpec(names.events, PARTITIONS),
+            TopicSpec(names.dead, 1),
+        ]
