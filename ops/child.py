@@ -16,7 +16,7 @@ import msgspec
 import structlog
 
 from arriero.ops import wiring
-from arriero.ops.crashes import ENGINE_DIED
+from arriero.ops.crashes import ENGINE_DIED, tell_faults
 from arriero.ops.logging import configure
 from arriero.ops.settings import Settings, from_json, to_json
 from arriero.ops.signals import StopRequest, stop_signals
@@ -63,7 +63,8 @@ def main(arguments: list[str]) -> int:
     _arm(os.environ.pop(FAILPOINTS_VARIABLE, ""))
     life = _Life(role, settings)
     try:
-        asyncio.run(life.run())
+        with tell_faults(settings.flight):
+            asyncio.run(life.run())
     except ArrieroError as error:
         log.error("stopped", role=role, code=error.code, error=error.message, exc_info=settings.debug)
         # What goes wrong in a child that has worked is not a matter of its settings: the next one may work again.

@@ -8,8 +8,11 @@ died by      SIGSEGV, SIGABRT, SIGBUS, SIGFPE, SIGILL · the kernel's out-of-mem
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import faulthandler
+import re
 import signal
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -24,7 +27,7 @@ from arriero.schemas.errors import ArrieroError
 from arriero.schemas.event import Crashed
 from arriero.schemas.state import JobState, fold
 from arriero.transports.log import Outgoing, Placed
-from arriero.workers.flight import Flight, Named, Operation, read_flight
+from arriero.workers.flight import Flight, Named, Operation, lanes_of, read_flight
 
 log = structlog.get_logger(__name__)
 
@@ -33,6 +36,7 @@ ENGINE_DIED: Final = 70
 FAULTS: Final = frozenset((signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL))
 CRASHES_KEPT: Final = 200
 """Jobs that a supervisor remembers; a report names as many as a batch holds."""
+_THREAD: Final = re.compile(rb"^Current thread 0x([0-9a-f]+)", re.MULTILINE)
 AGAIN_S: Final = 1.0
 """Between two tries to publish a report while the log is away."""
 
@@ -70,13 +74,47 @@ def crash_report(
     """Of a child that ended with this status (negative: a signal's number); None when nobody is to blame.
 
     stuck: the recorder's lanes for which the watchdog killed it: what went on in the others is not to blame.
-    out_of_memory: the kernel killed something of this machine's or container's just now.
+    out_of_memory: the kernel killed something of this machine's or container's just now. Of a fault only what its
+    thread was doing is to blame, where it was at something and left word of itself (`tell_faults`).
     """
     cause = _cause(status, stuck=bool(stuck), out_of_memory=out_of_memory)
-    flight: Flight | None = read_flight(path, stuck or None) if cause else None
+    lanes = stuck or (_fault_lanes(path) if -status in FAULTS else ())
+    flight: Flight | None = read_flight(path, lanes or None) if cause else None
     if flight is None or not flight.jobs:
         return None
     return CrashReport(cause, flight.operation, flight.jobs, now_ms(clock))
+
+
+@contextlib.contextmanager
+def tell_faults(path: Path | None) -> Iterator[None]:
+    """This process writes beside its recorder which thread dies of a fault; not without one, nor without room."""
+    try:
+        file = fault_file(path).open("wb", buffering=0) if path is not None else None
+    except OSError:
+        file = None
+    if file is None:
+        yield
+        return
+    with file:
+        faulthandler.enable(file, all_threads=True)
+        try:
+            yield
+        finally:
+            faulthandler.disable()
+
+
+def fault_file(path: Path) -> Path:
+    return path.with_name(f"{path.name}.fault")
+
+
+def _fault_lanes(path: Path) -> Collection[int]:
+    """Empty where nothing tells: a thread without Python's frames, one whose stack has run out, a fault elsewhere."""
+    try:
+        words = fault_file(path).read_bytes()
+    except OSError:
+        return ()
+    found = _THREAD.search(words)
+    return lanes_of(path, int(found[1], 16)) if found is not None else ()
 
 
 def _cause(status: int, *, stuck: bool, out_of_memory: bool) -> str:

@@ -23,7 +23,7 @@ from typing import Any, Final, Literal
 import msgspec
 import structlog
 
-from arriero.ops.crashes import CrashLog, CrashReport, crash_report
+from arriero.ops.crashes import CrashLog, CrashReport, crash_report, fault_file
 from arriero.ops.signals import StopRequest
 from arriero.ops.watchdog import Watch
 from arriero.schemas.clock import Clock
@@ -145,6 +145,7 @@ class Supervisor:
         path = self._flight(child)
         report = crash_report(code, path, stuck=watch.stuck, out_of_memory=watch.out_of_memory(), clock=self._clock)
         path.unlink(missing_ok=True)
+        fault_file(path).unlink(missing_ok=True)
         if report is None or self._crashed is None:
             return
         self._crashes.add(report)

@@ -23,7 +23,7 @@ from arriero.ops.signals import StopRequest
 from arriero.ops.supervisor import ChildSpec, Supervisor
 from arriero.schemas.clock import SystemClock
 from arriero.schemas.codec import decode_dead
-from arriero.schemas.event import Completed, Crashed, DeadLettered, Error, Terminal, Undecodable
+from arriero.schemas.event import Completed, Crashed, DeadLettered, Error, Started, Terminal, Undecodable
 from arriero.schemas.job import Job
 
 WATCHDOG_S = 1.5
@@ -148,6 +148,19 @@ async def test_with_two_workers_the_guilty_are_found_no_later(fleet: Fleet, tmp_
 
 
 @pytest.mark.timeout(900)
+async def test_who_decodes_beside_a_prompt_that_crashes_the_tokeniser_is_not_blamed(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    async with fleet.projecting(), supervised(fleet, tmp_path, step_s=0.01):
+        await fleet.submit(Job(id="long", prompt="abc" * 400))
+        await fleet.wait_events("long", Started)
+        await fleet.submit(Job(id="guilty", prompt="KILL tokenise"), priority="batch")
+        assert isinstance(await fleet.wait_end("guilty"), DeadLettered)
+        assert isinstance(await fleet.wait_end("long"), Completed)
+    assert {event.operation for event in reported(fleet, "guilty")} == {"tokenise"}
+    assert reported(fleet, "long") == []
+
+
 async def test_kills_freezes_and_deploys_blame_nobody(fleet: Fleet, tmp_path: Path) -> None:
     rng = random.Random(5)
     jobs = [Job(id=f"j{number}", prompt="abc" * 40) for number in range(60)]

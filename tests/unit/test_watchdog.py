@@ -111,6 +111,23 @@ async def test_a_kill_names_nobody(number: signal.Signals) -> None:
     assert watched.reports == []
 
 
+async def test_a_fault_is_blamed_on_what_its_own_thread_was_doing() -> None:
+    body = """
+    import ctypes
+    from arriero.ops.crashes import tell_faults
+    telling = tell_faults(Path(os.environ[FLIGHT_VARIABLE]))
+    telling.__enter__()
+    def tokenise():
+        time.sleep(0.1)
+        with recorder.tokenising(name(7)):
+            ctypes.string_at(0)
+    threading.Thread(target=tokenise, daemon=True).start()
+    """
+    async with running(textwrap.dedent(body) + GOES_ON) as watched:
+        report = await watched.reported()
+    assert (report.signal, report.operation, [job.id for job in report.jobs]) == ("SIGSEGV", "tokenise", ["j7"])
+
+
 async def test_a_step_that_never_ends_is_ended() -> None:
     async with running(DECODES) as watched:
         report = await watched.reported()
