@@ -43,6 +43,7 @@ COMMANDS: Final = {
     "audit": ("audit", "Count from the log whether every promise holds."),
     "demo": ("operate", "Watch a handful of prompts go through a stack of their own."),
     "bench": ("bench", "Measure the engine, the whole fleet, or the queue."),
+    "simulate": ("simulate", "Run the fleet in virtual time, broken by faults that a seed draws."),
     "chaos": ("chaos", "Break a fleet on purpose, and count what that costs."),
 }
 

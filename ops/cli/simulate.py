@@ -47,7 +47,7 @@ def simulate(
     """
 
     if not is_reproducible():
-        os.execve(sys.executable, [*sys.orig_argv], {**os.environ, "PYTHONHASHSEED": HASH_SEED})
+        os.execve(sys.executable, sys.orig_argv, {**os.environ, "PYTHONHASHSEED": HASH_SEED})  # noqa: S606 - itself
     options = SimulationOptions(seed=start if only is None else only, jobs=jobs, workers=workers, faults=faults)
     console = Console()
     if only is not None:
