@@ -10,6 +10,7 @@
     audit.py      audit
     bench.py      bench engine, fleet, queue
     chaos.py      chaos run, report
+    simulate.py   simulate
     options.py    flags that several of them share
 """
 
@@ -45,6 +46,7 @@ COMMANDS: Final = {
     "bench": ("bench", "Measure the engine, the whole fleet, or the queue."),
     "simulate": ("simulate", "Run the fleet in virtual time, broken by faults that a seed draws."),
     "chaos": ("chaos", "Break a fleet on purpose, and count what that costs."),
+    "simulate": ("simulate", "Run the fleet on virtual time, with faults drawn from seeds."),
 }
 
 
