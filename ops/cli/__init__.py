@@ -46,7 +46,6 @@ COMMANDS: Final = {
     "bench": ("bench", "Measure the engine, the whole fleet, or the queue."),
     "simulate": ("simulate", "Run the fleet in virtual time, broken by faults that a seed draws."),
     "chaos": ("chaos", "Break a fleet on purpose, and count what that costs."),
-    "simulate": ("simulate", "Run the fleet on virtual time, with faults drawn from seeds."),
 }
 
 

@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from arriero.ops.simulation.many import HASH_SEED, is_reproducible, simulate_many
+from arriero.ops.simulation.run import HASH_SEED, is_reproducible, run_seeds
 from arriero.ops.simulation.scenario import Outcome, SimulationOptions
 from arriero.ops.simulation.scenario import simulate as simulate_one
 
@@ -56,7 +56,7 @@ def simulate(
     failed, done, total_jobs, hours = 0, 0, 0, 0.0
     with _bar() as bar:
         task = bar.add_task("simulating", total=seeds)
-        for outcome in simulate_many(options, range(start, start + seeds), processes or os.cpu_count() or 1):
+        for outcome in run_seeds(options, range(start, start + seeds), processes or os.cpu_count() or 1):
             done, total_jobs, hours = done + 1, total_jobs + outcome.jobs, hours + outcome.virtual_s / 3600
             bar.update(task, completed=done)
             if outcome.broken:
