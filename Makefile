@@ -7,7 +7,7 @@ WORKERS ?= 2
 PACKAGES := -p arriero.schemas -p arriero.transports -p arriero.producer -p arriero.workers -p arriero.ops
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev demo demo-kafka test test-real lint contract bench clean
+.PHONY: help setup dev demo demo-kafka test test-real lint contract chaos bench clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -45,6 +45,11 @@ lint: dev ## Style, types, compose file
 
 contract: dev ## Write the JSON contract anew
 	$(BIN)/python -m arriero.schemas.contract
+
+chaos: dev ## The long form of the chaos suite: 1,000 kills on each pair, about an hour; it goes on where it was
+	$(BIN)/arriero chaos run --pair embedded --kills 1000 --results docs/reliability.jsonl
+	$(BIN)/arriero chaos run --pair real --kills 1000 --results docs/reliability.jsonl
+	$(BIN)/arriero chaos report docs/reliability.jsonl --into docs/reliability.md
 
 bench: setup ## Measure the engine, then the fleet against it
 	$(BIN)/arriero bench engine

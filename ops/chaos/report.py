@@ -13,8 +13,8 @@ from arriero.ops.chaos.run import Result
 
 _HEAD = (
     "| fault | runs | injected | kills | jobs | lost | duplicated | wrong text | tokens read | token errors "
-    "| resets | takeover, s: median / slowest |\n"
-    "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+    "| audit | resets | takeover, s: median / slowest |\n"
+    "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
 )
 _TITLES = {"embedded": "The embedded files", "real": "Apache Kafka and Redis"}
 
@@ -50,7 +50,7 @@ def _row(title: str, results: Sequence[Result]) -> str:
         sum(result.kills for result in results),
         *(
             f"{sum(getattr(verdict, name) for verdict in verdicts):,}"
-            for name in ("jobs", "lost", "duplicated", "wrong", "tokens", "token_errors", "resets")
+            for name in ("jobs", "lost", "duplicated", "wrong", "tokens", "token_errors", "audit", "resets")
         ),
         f"{statistics.median(recoveries):.2f} / {max(recoveries):.2f}" if recoveries else "",
     ]

@@ -12,6 +12,7 @@ from typing import Final
 import msgspec
 import structlog
 
+from arriero.ops.audit.audit import audit
 from arriero.ops.chaos.arena import Arena, PairName, Servers, open_servers
 from arriero.ops.chaos.faults import FAULTS, Injected
 from arriero.ops.chaos.load import Load
@@ -22,6 +23,8 @@ log = structlog.get_logger(__name__)
 
 REST_MAX_S: Final = 180.0
 """How long a broken fleet may take to work off what was accepted, when nothing breaks it any more."""
+AUDIT_S: Final = 10.0
+"""How long the audit waits for what the projector is still behind with."""
 REST_POLL_S: Final = 0.2
 
 
@@ -102,6 +105,12 @@ async def _run(options: ChaosOptions, fault: str, servers: Servers, folder: Path
         # 4.
         client = arena.client
         verdict = await judge(client.log, client.names, client.pool, load.asked, load.transcripts)
+        report = await audit(
+            client.log, client.bus, names=client.names, pools=[client.pool], clock=arena.clock, patience_s=AUDIT_S
+        )
+        verdict.audit = sum(report.breaches.values())
+        for breach in report.shown:
+            verdict.breach(f"audit: {breach.code} {breach.where} {breach.detail}")
         if verdict.resets and not FAULTS[fault].resets:
             verdict.token_errors += verdict.resets
             verdict.breach(f"readers were reset {verdict.resets} times although bus or worker survived")

@@ -43,13 +43,15 @@ class Verdict(msgspec.Struct, kw_only=True):
     """Jobs whose recorded text is not what was asked for."""
     token_errors: int = 0
     """Readers that were shown an index twice or not at all, or another text than the recorded one."""
+    audit: int = 0
+    """Breaches that `arriero audit` found afterwards."""
     late_terminals: int = 0
     """Second terminal events of one id: ignored by all, and no second result; a record's second is `duplicated`."""
     breaches: list[str] = []
 
     @property
     def holds(self) -> bool:
-        return not (self.lost or self.duplicated or self.wrong or self.token_errors)
+        return not (self.lost or self.duplicated or self.wrong or self.token_errors or self.audit)
 
     def breach(self, text: str) -> None:
         if len(self.breaches) < BREACHES_SHOWN:

@@ -13,8 +13,11 @@ from arriero.ops.chaos.faults import FAULTS
 from arriero.ops.chaos.report import matrix, read_results
 from arriero.ops.chaos.run import ChaosOptions, Result, run_chaos
 from arriero.ops.logging import configure
+from arriero.schemas.errors import SetupError
 
 RESULTS = click.Path(path_type=Path, dir_okay=False)
+BEGIN, END = "<!-- matrix -->", "<!-- end of matrix -->"
+"""Where a document keeps the matrix."""
 
 
 @click.group()
@@ -50,7 +53,8 @@ def run(kills: int, seed: int, results: Path | None, **fields: object) -> None:
         console.print(
             f"{result.pair} {result.fault}: {result.injections} injections, {result.kills} kills, {verdict.jobs} jobs, "
             f"{verdict.tokens} tokens read; lost {verdict.lost}, duplicated {verdict.duplicated}, "
-            f"wrong {verdict.wrong}, token errors {verdict.token_errors}, resets {verdict.resets}; "
+            f"wrong {verdict.wrong}, token errors {verdict.token_errors}, audit {verdict.audit}, "
+            f"resets {verdict.resets}; "
             f"slowest takeover {max(result.recovery_s, default=0.0):.2f} s"
         )
         for breach in verdict.breaches:
@@ -69,6 +73,15 @@ def run(kills: int, seed: int, results: Path | None, **fields: object) -> None:
 
 @chaos.command()
 @click.argument("results", type=RESULTS, nargs=-1, required=True)
-def report(results: tuple[Path, ...]) -> None:
+@click.option("--into", type=RESULTS, help="Write it into this document, in place of the one that is there.")
+def report(results: tuple[Path, ...], into: Path | None) -> None:
     """Print the matrix of all runs in these files, as Markdown."""
-    click.echo(matrix([one for path in results for one in read_results(path)]))
+    found = matrix([one for path in results for one in read_results(path)])
+    if into is None:
+        click.echo(found)
+        return
+    before, begin, rest = into.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise SetupError(f"{into} has no place for a matrix, between {BEGIN} and {END}", code="bad_setting")
+    into.write_text(f"{before}{begin}\n\n{found}\n\n{end}{after}")
