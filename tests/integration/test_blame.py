@@ -15,6 +15,7 @@ from pathlib import Path
 import deadly_child
 import msgspec
 import pytest
+import structlog
 from fleet import Fleet
 
 from arriero.ops import child, crashes, supervisor, watchdog
@@ -26,9 +27,11 @@ from arriero.schemas.codec import decode_dead
 from arriero.schemas.event import Completed, Crashed, DeadLettered, Error, Started, Terminal, Undecodable
 from arriero.schemas.job import Job
 
+log = structlog.get_logger(__name__)
+
 WATCHDOG_S = 1.5
 ROUNDS = int(os.environ.get("ARRIERO_TEST_KILLS", "20"))
-"""Of kills, freezes and deploys. 200 in the long form."""
+"""Of kills, freezes, deploys and fencings. 200 in the long form, which needs `--timeout 1500`."""
 
 
 @pytest.fixture(autouse=True)
@@ -161,31 +164,50 @@ async def test_who_decodes_beside_a_prompt_that_crashes_the_tokeniser_is_not_bla
     assert reported(fleet, "long") == []
 
 
-async def test_kills_freezes_and_deploys_blame_nobody(fleet: Fleet, tmp_path: Path) -> None:
+async def test_kills_freezes_deploys_and_fencings_blame_nobody(fleet: Fleet, tmp_path: Path) -> None:
+    """Every round there is work in hand; the long freezes outlast the watchdog, and the other worker takes over."""
     rng = random.Random(5)
-    jobs = [Job(id=f"j{number}", prompt="abc" * 40) for number in range(60)]
-    real = not fleet.endpoints.embedded
-    rounds = max(2, ROUNDS // 10) if real else ROUNDS
-    async with fleet.projecting(), supervised(fleet, tmp_path, step_s=0.01) as running:
-        await fleet.submit(*jobs)
-        (victim,) = running.children
-        for _ in range(rounds):
-            await fleet.poll(lambda: victim.state == "ready" and victim.pid is not None)
-            await asyncio.sleep(rng.uniform(0.0, 0.3))
+    rounds = ROUNDS if fleet.endpoints.embedded else max(2, ROUNDS // 10)
+    done: Counter[str] = Counter()
+    ids: list[str] = []
+    async with (
+        fleet.projecting(),
+        supervised(fleet, tmp_path, "w1", step_s=0.01) as first,
+        supervised(fleet, tmp_path, "w2", step_s=0.01) as second,
+    ):
+        for number in range(rounds):
+            jobs = [Job(id=f"r{number}-{one}", prompt="abc" * 100) for one in range(4)]
+            ids += [job.id for job in jobs]
+            await fleet.submit(*jobs)
+            victim = rng.choice([*first.children, *second.children])
+            await fleet.poll(lambda child=victim: child.state == "ready")
+            await asyncio.sleep(rng.uniform(0.0, 0.5))
             if victim.pid is None:
                 continue  # the deploy before has come to its end
-            match rng.choice(["kill", "freeze", "deploy"]):
+            what = rng.choice(["kill", "kill", "freeze", "long freeze", "deploy"])
+            done[what] += 1
+            match what:
                 case "kill":
                     os.kill(victim.pid, signal.SIGKILL)
-                case "freeze":
-                    os.kill(victim.pid, signal.SIGSTOP)
-                    await asyncio.sleep(rng.uniform(0.1, 0.5))
-                    os.kill(victim.pid, signal.SIGCONT)
                 case "deploy":
                     os.kill(victim.pid, signal.SIGTERM)
-        for job in jobs:
-            assert isinstance(await fleet.wait_end(job.id), Completed)
+                case _:
+                    pid = victim.pid
+                    os.kill(pid, signal.SIGSTOP)
+                    await asyncio.sleep(rng.uniform(0.1, 0.5) if what == "freeze" else 2 * WATCHDOG_S)
+                    os.kill(pid, signal.SIGCONT)
+        for job_id in ids:
+            assert isinstance(await fleet.wait_end(job_id), Completed)
+        resumed = sum(1 for event in fleet.events if isinstance(event, Started) and event.from_token)
     assert not [event for event in fleet.events if isinstance(event, Crashed)]
+    assert Counter(event.id for event in fleet.events if isinstance(event, Terminal)) == dict.fromkeys(ids, 1)
+    log.info(
+        "broken",
+        rounds=rounds,
+        jobs=len(ids),
+        resumed=resumed,
+        **{what.replace(" ", "_"): count for what, count in done.items()},
+    )
 
 
 def test_the_specs_of_other_roles_keep_no_recorder(tmp_path: Path) -> None:
