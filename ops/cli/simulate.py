@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from arriero.ops.simulation.run import HASH_SEED, is_reproducible, run_seeds
+from arriero.ops.simulation.run import run_seeds
 from arriero.ops.simulation.scenario import Outcome, SimulationOptions
 from arriero.ops.simulation.scenario import simulate as simulate_one
 
@@ -45,8 +45,6 @@ def simulate(
         arriero simulate --start 1000 --seeds 99000      the long form
         arriero simulate --trace 4711                    one run, told
     """
-    if not is_reproducible():
-        os.execve(sys.executable, sys.orig_argv, {**os.environ, "PYTHONHASHSEED": HASH_SEED})  # noqa: S606 - itself
     options = SimulationOptions(seed=start if only is None else only, jobs=jobs, workers=workers, faults=faults)
     console = Console()
     if only is not None:

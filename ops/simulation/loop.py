@@ -13,6 +13,7 @@ import contextlib
 import contextvars
 import gc
 import heapq
+import itertools
 import sys
 from collections.abc import Callable, Coroutine
 from typing import Any, cast
@@ -77,12 +78,35 @@ class Host:
         return True
 
 
+class _Future(asyncio.Future[Any]):
+    """Hashes by its number, so that sets of futures are walked in an order that depends on no address."""
+
+    def __init__(self, number: int, loop: VirtualLoop) -> None:
+        self._number = number
+        super().__init__(loop=loop)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+class _Task(asyncio.Task[Any]):
+    """Likewise."""
+
+    def __init__(self, number: int, work: Coroutine[Any, Any, Any], loop: VirtualLoop, **options: Any) -> None:
+        self._number = number
+        super().__init__(work, loop=loop, **options)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
 class VirtualLoop(asyncio.BaseEventLoop):
     """`run_until_complete` it. Raises Stuck when the work waits for what can't come."""
 
     def __init__(self) -> None:
         super().__init__()
         self._now = 0.0
+        self._numbers = itertools.count()
         self._ready: Any
         self._scheduled: Any
         self.outside = contextvars.copy_context()
@@ -94,6 +118,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def time(self) -> float:
         return self._now
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return _Future(next(self._numbers), self)
 
     def later(self, delay_s: float, callback: Callable[..., object], *arguments: Any) -> None:
         """The world does this, whoever is dead by then."""
@@ -140,7 +167,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             sys.unraisablehook = before
 
     def _make_task(self, loop: VirtualLoop, work: Coroutine[Any, Any, Any], **options: Any) -> asyncio.Task[Any]:
-        task = asyncio.Task(work, loop=loop, **options)
+        task = _Task(next(self._numbers), work, loop, **options)
         task._log_destroy_pending = False  # type: ignore[attr-defined]
         self._tasks.append(task)
         return task

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -14,17 +13,10 @@ import msgspec
 
 from arriero.ops.simulation.scenario import Outcome, SimulationOptions, simulate
 
-HASH_SEED: Final = "0"
-"""Sets of words are walked in the order of their hashes, which Python draws anew for each process unless told."""
 BATCH_SEEDS: Final = 4
 """Given to a process at once. With more, a failure and Ctrl-C would wait for them."""
 AHEAD: Final = 2
 """Batches that wait for each process, so that none is idle."""
-
-
-def is_reproducible() -> bool:
-    """Whether this process, and those that it starts, run a seed the same way each time."""
-    return os.environ.get("PYTHONHASHSEED") == HASH_SEED
 
 
 def run_seeds(options: SimulationOptions, seeds: Sequence[int], processes: int) -> Iterator[Outcome]:

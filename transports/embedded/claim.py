@@ -111,9 +111,8 @@ class EmbeddedClaim:
             # 4.
             self._commits += 1
             self._idle.clear()
-            written = self._db.submit(
-                partial(self._write, ledger, commit.records), rings=tuple({record.topic for record in commit.records})
-            )
+            rings = tuple(dict.fromkeys(record.topic for record in commit.records))
+            written = self._db.submit(partial(self._write, ledger, commit.records), rings=rings)
             # 5.
             written.add_done_callback(partial(self._written, ledger))
             await asyncio.shield(written)

@@ -101,7 +101,7 @@ def deal(connection: apsw.Connection, group: str) -> None:
         if member is not None:
             before.setdefault(topic, {})[partition] = member
     connection.execute("DELETE FROM dealt WHERE grp = ?", (group,))
-    for members in {tuple(members) for members in subscribers.values()}:
+    for members in dict.fromkeys(tuple(members) for members in subscribers.values()):
         topics = sorted(topic for topic in subscribers if tuple(subscribers[topic]) == members)
         holders = next((before[topic] for topic in topics if topic in before), {})
         dealt = balance(len(numbers[topics[0]]), members, holders)

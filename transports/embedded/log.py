@@ -76,7 +76,7 @@ class EmbeddedLog:
             return records.append(connection, self._catalog, records_, now_ms(self._clock))
 
         try:
-            return list(await self._db.write(publish, rings=tuple({record.topic for record in records_})))
+            return list(await self._db.write(publish, rings=tuple(dict.fromkeys(record.topic for record in records_))))
         except LogError as error:
             return [error for _ in records_]
 

@@ -163,7 +163,7 @@ class EmbeddedMembership:
         # 1.
         others = self._db.read(partial(groups.others, group=self._group, member=self._member))
         dead = self._peers.dead(others.keys()) | {member for member, boot in others.items() if boot != self._boot}
-        for member in dead:
+        for member in sorted(dead):
             log.info("member_dead", group=self._group, member=member)
             await self._strike_off(member)
         # 2.
