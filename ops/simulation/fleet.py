@@ -35,27 +35,35 @@ PARTITIONS: Final = 2
 SLOTS: Final = 4
 STEP_S: Final = 0.02
 """Of the engine."""
+ACCENT_SHIFT: Final = 32
+"""Echoed tokens are smaller."""
 AGAIN_S: Final = 0.2
 """After a process has ended by an error; its supervisor would start it anew."""
 
 
 class SimulatedBackend(EchoBackend):
-    """Echoes, and sometimes fails a token for a reason that passes."""
+    """Echoes, and sometimes fails a token for a reason that passes. No two say the same: ids of their tokens differ, as
+    sampled ones would, so that a text patched together from two runs does not look like one of them."""
 
     def __init__(self, rng: random.Random, failing: Callable[[], float]) -> None:
         super().__init__(slots=SLOTS)
         self._rng = rng
         self._failing = failing
+        self._accent = rng.getrandbits(16) << ACCENT_SHIFT
 
     def step(self, plan: StepPlan) -> StepOutcome:
         outcome = super().step(plan)
-        share = self._failing()
-        if share:
-            outcome.picks = [
-                Pick(pick.slot, 0, error="a passing fault") if self._rng.random() < share else pick
-                for pick in outcome.picks
-            ]
+        outcome.picks = [self._say(pick) for pick in outcome.picks]
         return outcome
+
+    def piece(self, token: int) -> bytes:
+        return super().piece(token & (1 << ACCENT_SHIFT) - 1)
+
+    def _say(self, pick: Pick) -> Pick:
+        share = self._failing()
+        if share and self._rng.random() < share:
+            return Pick(pick.slot, 0, error="a passing fault")
+        return pick if self.is_end(pick.token) else Pick(pick.slot, pick.token | self._accent)
 
 
 class SimulatedRunner:
