@@ -52,6 +52,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_type: Literal["f32", "f16", "bf16", "q8_0", "q4_0"] = "f16"
     echo_step_s: float = 0.0
     """Length of a step of the echo engine."""
+    echo_fail_every: int = 0
+    """Every so-manieth token of the echo engine fails, for tests of retries; 0: none."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):

@@ -255,7 +255,9 @@ def engine_loader(settings: Settings) -> tuple[str, Callable[[], Backend]]:
 
         name = engine.model_name or "echo"
         slots = engine.slots or 64
-        return name, lambda: EchoBackend(name=name, slots=slots, step_s=engine.echo_step_s)
+        return name, lambda: EchoBackend(
+            name=name, slots=slots, step_s=engine.echo_step_s, fail_every=engine.echo_fail_every
+        )
     need("worker", "numpy")
     need("worker", "jinja2")
     need("worker", "llama_cpp")

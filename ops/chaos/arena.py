@@ -29,7 +29,10 @@ PairName = Literal["embedded", "real"]
 STEP_S: Final = 0.004
 """Length of a decode step: a job takes up to a third of a second, so that every fault meets some."""
 SLOTS: Final = 16
+FAIL_EVERY: Final = 400
+"""Tokens, so that one job of twenty goes through a delay topic."""
 PARTITIONS: Final = 4
+SETTLE_MAX_S: Final = 60.0
 OWNERS_POLL_S: Final = 0.02
 
 
@@ -74,7 +77,7 @@ class Arena:
             redis=None if redis is None else redis.url,
             namespace=namespace,
             partitions=PARTITIONS,
-            engine=EngineSettings(engine="echo", slots=SLOTS, echo_step_s=STEP_S),
+            engine=EngineSettings(engine="echo", slots=SLOTS, echo_step_s=STEP_S, echo_fail_every=FAIL_EVERY),
             log_json=True,
             grace_s=2.0,
         )
@@ -104,12 +107,25 @@ class Arena:
             for process in self.processes:
                 stack.push_async_callback(process.kill)
                 await process.start()
-            await self.client.require_worker(60.0)
+            await self._shared()
             self._stack = stack.pop_all()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         await self._stack.aclose()
+
+    async def _shared(self) -> None:
+        """Waits until every worker has its share: who is killed while it joins a group keeps Kafka's others waiting for
+        two sessions, which would say nothing about takeovers."""
+        names = self.settings.names
+        places = len(names.job_topics(self.settings.pool)) * PARTITIONS
+        async with asyncio.timeout(SETTLE_MAX_S):
+            while True:
+                owners = await self.owners()
+                workers = {owner.partition("/")[0] for owner in owners.values()}
+                if len(owners) == places and len(workers) == len(self.workers):
+                    return
+                await asyncio.sleep(OWNERS_POLL_S)
 
     async def owners(self) -> dict[tuple[str, int], str]:
         """Worker and incarnation of each partition of the job topics."""

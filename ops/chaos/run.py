@@ -133,8 +133,10 @@ async def _rest(arena: Arena) -> None:
     deadline = arena.clock.monotonic() + REST_MAX_S
     while arena.clock.monotonic() < deadline:
         try:
-            backlog = await arena.client.log.backlog(names.workers_group(pool), names.job_topics(pool))
-            if not any(topic.count for topic in backlog.values()):
+            job_log = arena.client.log
+            jobs = await job_log.backlog(names.workers_group(pool), names.job_topics(pool))
+            delayed = await job_log.backlog(names.relay_group(pool), names.delay_topics(pool))
+            if not any(topic.count for topic in [*jobs.values(), *delayed.values()]):
                 return
         except LogError as error:
             log.info("backlog_unreadable", error=error.message)

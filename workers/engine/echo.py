@@ -20,7 +20,8 @@ N_VOCAB: Final = (BYTES_MAX + 1) << (8 * BYTES_MAX)
 
 
 class EchoBackend:
-    """`step_s` seconds pass in every step; `bytes_per_token` is 1 to 3."""
+    """`step_s` seconds pass in every step; `bytes_per_token` is 1 to 3; every `fail_every`-th token fails, as if for a
+    reason that passes."""
 
     def __init__(
         self,
@@ -32,6 +33,7 @@ class EchoBackend:
         n_batch: int = 1 << 16,
         step_s: float = 0.0,
         bytes_per_token: int = BYTES_MAX,
+        fail_every: int = 0,
     ) -> None:
         assert 1 <= bytes_per_token <= BYTES_MAX
         self._info = ModelInfo(
@@ -47,6 +49,8 @@ class EchoBackend:
         )
         self._step_s = step_s
         self._bytes_per_token = bytes_per_token
+        self._fail_every = fail_every
+        self._picked = 0
         self._seated: list[list[int]] = [[] for _ in range(slots)]
         """By slot: the tokens still to be said, the next one last."""
 
@@ -80,6 +84,10 @@ class EchoBackend:
         picks = []
         for feed in plan.feeds:
             if feed.pick:
+                self._picked += 1
+                if self._fail_every and self._picked % self._fail_every == 0:
+                    picks.append(Pick(feed.slot, END, error="a failure that was asked for"))
+                    continue
                 left = self._seated[feed.slot]
                 picks.append(Pick(feed.slot, left.pop() if left else END))
         return StepOutcome(picks, decode_s=self._step_s)
