@@ -3,13 +3,14 @@
 KILL read       while the record is decoded       KILL token      at the tenth token
 KILL tokenise   while the prompt is prepared      KILL loop       by a step that never ends
 KILL prefill    at prefill                        KILL memory     as the kernel does that has none left
-KILL raise      by an exception in the engine
+KILL raise      by an exception in the engine     KILL hunger     by memory that a limit refuses, as C++ does
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -29,6 +30,18 @@ OOM_VARIABLE = "TEST_OOM_COUNTER"
 def crash() -> None:
     """A fault of this very thread."""
     ctypes.string_at(0)
+
+
+def starve() -> None:
+    """Take memory until the process may have no more, then abort: what an uncaught `std::bad_alloc` comes to."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + (64 << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    while libc.malloc(ctypes.c_size_t(1 << 20)):
+        pass
+    libc.abort()
 
 
 class DeadlyEcho(EchoBackend):
@@ -58,6 +71,8 @@ class DeadlyEcho(EchoBackend):
                 counter = Path(os.environ[OOM_VARIABLE])
                 counter.write_text(f"oom_kill {int(counter.read_text().split()[1]) + 1}\n")
                 os.kill(os.getpid(), signal.SIGKILL)
+            if "KILL hunger" in prompt and position >= 2:
+                starve()
             if "KILL raise" in prompt and position >= 2:
                 raise RuntimeError("out of the engine")
             while "KILL loop" in prompt and position >= 2:

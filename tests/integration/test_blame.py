@@ -87,6 +87,7 @@ WAYS = [
     ("KILL token", {"prefill", "decode"}, "SIGSEGV"),
     ("KILL loop", {"prefill", "decode"}, "watchdog"),
     ("KILL memory", {"prefill", "decode"}, "out_of_memory"),
+    ("KILL hunger", {"prefill", "decode"}, "SIGABRT"),
     ("KILL raise", {"prefill", "decode"}, "exception"),
 ]
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from fleet import Fleet
 
+from arriero.ops.audit.audit import audit
 from arriero.schemas.clock import SystemClock
 from arriero.schemas.codec import encode
-from arriero.schemas.event import Completed, Crashed, DeadLettered, Duplicate, Origin
+from arriero.schemas.event import Completed, Crashed, DeadLettered, Duplicate, Origin, Undecodable
 from arriero.schemas.job import Job, encode_job
 from arriero.transports.connect import make_log
 from arriero.transports.log import Outgoing, Placed
@@ -66,3 +67,26 @@ async def test_who_crashed_workers_with_others_runs_alone_and_may_finish(fleet: 
         await fleet.wait_state("a", lambda state: state.crashes == 4)
         async with fleet.running(fleet.make_worker()):
             assert isinstance(await fleet.wait_end("a"), Completed)
+
+
+async def test_the_books_balance_after_convictions_and_after_blame_that_came_to_nothing(fleet: Fleet) -> None:
+    """By id, by origin, and of a record that was blamed by its origin once and then read."""
+    async with fleet.projecting() as projector:
+        guilty, unread, cleared = await fleet.submit(*(Job(id=name, prompt="abc") for name in ("a", "b", "c")))
+        await report(fleet, "a", guilty)
+        await report(fleet, origin_text(unread), unread)
+        await report(fleet, origin_text(cleared), cleared, times=1)
+        async with fleet.running(fleet.make_worker()):
+            await fleet.wait_settled(3)
+        ends = await fleet.log.ends([fleet.names.events])
+        await fleet.poll(lambda: all(projector._positions.get(place, 0) >= end for place, end in ends.items()))
+    kinds = {event.id: type(event) for event in fleet.settling()}
+    assert kinds == {"a": DeadLettered, origin_text(unread): Undecodable, "c": Completed}
+    found = await audit(fleet.log, fleet.bus, names=fleet.names, pools=["default"], clock=fleet.clock, patience_s=0.3)
+    assert found.breaches == {}
+    assert all(account.unaccounted == 0 for account in found.accounts)
+    assert sum(account.in_flight for account in found.accounts) == 0
+
+
+def origin_text(placed: Placed) -> str:
+    return str(Origin(placed.topic, placed.partition, placed.offset, placed.time_ms))
