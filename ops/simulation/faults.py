@@ -11,6 +11,8 @@ from arriero.ops.simulation.files import File, Weather
 from arriero.ops.simulation.fleet import POOL, SimulatedFleet
 
 CLEAR: Final = Weather()
+DOUBT_S: Final = 0.03
+"""Enough for a commit to fail."""
 
 
 class Drawn(msgspec.Struct, frozen=True):
@@ -27,6 +29,9 @@ def storm(fleet: SimulatedFleet, length_s: float, count: int) -> list[Drawn]:
         (_kill, 8),
         (_kill_at_step, 6),
         (_freeze, 4),
+        (_freeze_in_doubt, 3),
+        (_cut_off, 3),
+        (_slow_down, 3),
         (_lose_replies, 4),
         (_go_away, 3),
         (_stall, 2),
@@ -49,8 +54,16 @@ def storm(fleet: SimulatedFleet, length_s: float, count: int) -> list[Drawn]:
 Act = tuple[str, Callable[[], object]]
 
 
+def _is_worker(name: str) -> bool:
+    return name.startswith("w")
+
+
+def _some_worker(fleet: SimulatedFleet) -> str:
+    return fleet.rng.choice([name for name in fleet.hosts if _is_worker(name)])
+
+
 def _some_host(fleet: SimulatedFleet) -> str:
-    workers = [name for name in fleet.hosts if name.startswith("w")]
+    workers = [name for name in fleet.hosts if _is_worker(name)]
     return fleet.rng.choice([*workers, *workers, "projector", "relay"])
 
 
@@ -79,6 +92,47 @@ def _freeze(fleet: SimulatedFleet) -> Act:
         fleet.loop.later(length_s, host.thaw)
 
     return f"freeze {name} for {length_s:.2f} s", act
+
+
+def _freeze_in_doubt(fleet: SimulatedFleet) -> Act:
+    """A worker whose commit is in doubt stands still until others have its partitions, which may be gone by then, too:
+    when it goes on, it must not believe that nobody owned them in between."""
+    name, length_s, others = _some_worker(fleet), fleet.rng.uniform(1.0, 6.0), fleet.rng.random() < 0.5
+
+    def act() -> None:
+        host = fleet.hosts[name]
+        fleet.log_file.cut_off.add(name)
+
+        def back() -> None:
+            if others:
+                for other, one in list(fleet.hosts.items()):
+                    if other != name and _is_worker(other):
+                        one.kill()
+            host.thaw()
+
+        fleet.loop.later(DOUBT_S, host.freeze)
+        fleet.loop.later(DOUBT_S, fleet.log_file.cut_off.discard, name)
+        fleet.loop.later(DOUBT_S + length_s, back)
+
+    return f"freeze {name} in doubt for {length_s:.2f} s" + (", then kill the others" if others else ""), act
+
+
+def _cut_off(fleet: SimulatedFleet) -> Act:
+    (name, file), host, length_s = _file(fleet), _some_host(fleet), fleet.rng.uniform(0.05, 3.0)
+
+    def act() -> None:
+        file.cut_off.add(host)
+        fleet.loop.later(length_s, file.cut_off.discard, host)
+
+    return f"cut {host} off from the {name} for {length_s:.2f} s", act
+
+
+def _slow_down(fleet: SimulatedFleet) -> Act:
+    (name, file), length_s, latency_s = _file(fleet), fleet.rng.uniform(0.5, 4.0), fleet.rng.uniform(0.02, 0.3)
+    return (
+        f"{name} takes up to {latency_s:.3f} s for {length_s:.2f} s",
+        lambda: _changed(fleet, file, length_s, latency_s=latency_s),
+    )
 
 
 def _file(fleet: SimulatedFleet) -> tuple[str, File]:
@@ -145,7 +199,7 @@ def _forget_group(fleet: SimulatedFleet) -> Act:
 
     def act() -> None:
         for name, host in list(fleet.hosts.items()):
-            if name.startswith("w"):
+            if _is_worker(name):
                 host.kill()
         group = fleet.names.workers_group(POOL)
         fleet.log_file.connection.execute("DELETE FROM leases WHERE grp = ?", (group,))
@@ -180,6 +234,7 @@ def _clear(fleet: SimulatedFleet) -> None:
     fleet.failing = 0.0
     for file in (fleet.log_file, fleet.bus_file):
         file.weather = Weather()
+        file.cut_off.clear()
     for host in fleet.hosts.values():
         host.dies_at = None
         host.thaw()

@@ -26,6 +26,7 @@ from arriero.transports.embedded.writer import Work
 
 T = TypeVar("T")
 
+RING_LATE_S: Final = 0.3
 EXIT_SEEN_S: Final = 0.002
 """How soon the end of a process shows to those that watch it."""
 
@@ -39,6 +40,8 @@ class Weather(msgspec.Struct):
     latency_s: float = 0.002
     stall: float = 0.0
     """Of a call that takes a thousand times as long."""
+    ring_late: float = 0.02
+    """Of a ring that takes as long as RING_LATE_S: a process that is busy, or was stopped, hears of the others late."""
 
 
 class World:
@@ -69,6 +72,8 @@ class File:
         self.connection = apsw.Connection(":memory:")
         self.connection.execute(schema)
         self.weather = Weather()
+        self.cut_off: set[str] = set()
+        """Hosts that cannot reach it."""
         self.listeners: dict[str, list[tuple[Host, Bell]]] = {}
         self.after_write: Callable[[apsw.Connection], None] = lambda connection: None
 
@@ -88,14 +93,19 @@ class File:
         for interest in dict.fromkeys(interests):
             for host, bell in self.listeners.get(interest, ()):
                 if not host.dead:
-                    delay_s = self.world.rng.uniform(0.0, self.weather.latency_s)
-                    self.world.loop.later(delay_s, _strike, host, bell)
+                    self._ring_one(host, bell)
 
+    def _ring_one(self, host: Host, bell: Bell) -> None:
+        rng = self.world.rng
+        late = host.frozen_since is not None or rng.random() < self.weather.ring_late
+        delay_s = rng.uniform(0.0, RING_LATE_S if late else self.weather.latency_s)
+        self.world.loop.later(delay_s, self._strike, host, bell)
 
-def _strike(host: Host, bell: Bell) -> None:
-    """A ring that reaches a frozen process is heard when it is thawed: its waiters are only woken then."""
-    if not host.dead:
-        bell.strike()
+    def _strike(self, host: Host, bell: Bell) -> None:
+        if host.frozen_since is not None:
+            host.thawed.append(lambda: self._ring_one(host, bell))
+        elif not host.dead:
+            bell.strike()
 
 
 class SimulatedDatabase:
@@ -115,8 +125,7 @@ class SimulatedDatabase:
         pass
 
     def read(self, work: Work[T]) -> T:
-        weather = self._file.weather
-        if weather.away or self._world.rng.random() < weather.request_lost:
+        if self._is_lost():
             raise self._unavailable("the simulated file cannot be read")
         return work(self._file.connection)
 
@@ -138,7 +147,7 @@ class SimulatedDatabase:
         weather, rng = self._file.weather, self._world.rng
         answer: Any = None
         error: BaseException | None = None
-        if weather.away or rng.random() < weather.request_lost:
+        if self._is_lost():
             error = self._unavailable("the simulated file cannot be written")
         else:
             try:
@@ -147,9 +156,15 @@ class SimulatedDatabase:
                 error = raised
             else:
                 self._file.ring(rings)
-                if rng.random() < weather.reply_lost:
+                if rng.random() < weather.reply_lost or self._host.name in self._file.cut_off:
                     error = self._unavailable("no answer; it may have been written")
         self._world.loop.later(self._latency_s(), _settle, future, answer, error)
+
+    def _is_lost(self) -> bool:
+        """Whether a request does not arrive."""
+        file = self._file
+        away = file.weather.away or self._host.name in file.cut_off
+        return away or self._world.rng.random() < file.weather.request_lost
 
     def _latency_s(self) -> float:
         weather, rng = self._file.weather, self._world.rng

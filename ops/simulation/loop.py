@@ -39,6 +39,8 @@ class Host:
         """Before which callback it is killed."""
         self.died: list[Callable[[], None]] = []
         """Told of its end, as whoever watches processes would be."""
+        self.thawed: list[Callable[[], None]] = []
+        """What happens to it as soon as it is thawed."""
         self._loop = loop
         self._held: list[asyncio.Handle] = []
         self._context = contextvars.copy_context()
@@ -63,6 +65,9 @@ class Host:
         self.frozen_since = None
         held, self._held = self._held, []
         self._loop.run_soon(held)
+        thawed, self.thawed = self.thawed, []
+        for happens in thawed:
+            happens()
 
     def takes(self, handle: asyncio.Handle) -> bool:
         """Whether its callback may run now."""
