@@ -9,6 +9,7 @@ intake ──▶ take ──▶ submit ──▶ engine ──step──▶ on_s
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
 
@@ -100,7 +101,7 @@ class Desk:
         self._metrics = metrics
         self._held: dict[int, Held] = {}
         self._by_id: dict[str, Held] = {}
-        self._recent: dict[str, tuple[str, str]] = {}
+        self._recent: OrderedDict[str, tuple[str, str]] = OrderedDict()
         """Root and digest by id, in the order of recording."""
         self._last_key = 0
 
@@ -303,7 +304,7 @@ class Desk:
         if ends and not held.committer.dropped:
             self._recent[held.job.id] = held.root, held.digest
             if len(self._recent) > RECENT_MAX:
-                del self._recent[next(iter(self._recent))]
+                self._recent.popitem(last=False)
 
     def _forget(self, held: Held) -> None:
         self._held.pop(held.key, None)

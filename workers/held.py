@@ -80,7 +80,7 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def root(self) -> str:
-        return self.job.root or str(self.origin)
+        return self.stream.root
 
     @property
     def label(self) -> str:

@@ -103,7 +103,7 @@ class Stream(msgspec.Struct, kw_only=True, eq=False):
             attempt=attempt,
             fence=fence,
             epoch=epoch,
-            lineage=extended("", epoch, 0),
+            lineage=f"{epoch}@0",
             tokens=tokens,
             taken=taken,
             least=least,

@@ -25,7 +25,9 @@ NOW_MS = 1_000_000
 def held(job: Job, tokens: int = 0) -> Held:
     decoded = [Token(number, "x") for number in range(tokens)]
     origin = Origin(TOPIC, 0, 5, 1)
-    stream = Stream.begin(key=1, job_id=job.id, root=str(origin), attempt=job.attempt, fence=1, tokens=decoded)
+    stream = Stream.begin(
+        key=1, job_id=job.id, root=job.root or str(origin), attempt=job.attempt, fence=1, tokens=decoded
+    )
     return Held(
         key=1,
         job=job,
