@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import AsyncExitStack
+from typing import Final
 
 from arriero.ops import wiring
 from arriero.ops.settings import Settings
 from arriero.schemas.codec import decode_worker
 from arriero.schemas.errors import ArrieroError
 from arriero.schemas.names import parse_job_topic
+
+DISK_LOW_BYTES: Final = 16 << 20
+"""Less is as good as none: a transaction and its write-ahead log take a few."""
 
 
 class Pulse:
@@ -35,6 +40,8 @@ class Pulse:
             backlog = await self._log.backlog(names.workers_group(pool), names.job_topics(pool))
         except ArrieroError as error:
             return error.message
+        full = self._settings.kafka is None and shutil.disk_usage(self._settings.data).free < DISK_LOW_BYTES
+        warning = "the disk is full: nothing is accepted or recorded until there is room | " if full else ""
         running = sum(worker.running for worker in workers)
         counts = ", ".join(f"{parse_job_topic(topic).priority} {entry.count}" for topic, entry in backlog.items())
-        return f"{running} running | unsettled: {counts}"
+        return f"{warning}{running} running | unsettled: {counts}"
