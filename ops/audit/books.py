@@ -202,7 +202,8 @@ class Books:
         later = shelf.later.get(origin.offset)
         if later is None:
             self._end(shelf, at, event, record)
-        elif isinstance(event, Terminal) and (first := self.shelves.get(later[0])) is not None:
+        elif not isinstance(event, RetryScheduled | Requeued) and (first := self.shelves.get(later[0])) is not None:
+            # A duplicate, too: the bus had forgotten the job, and another record of its id has run meanwhile.
             at = later[1] - first.first
             if 0 <= at < len(first.marks) and first.marks[at]:
                 self._end(first, at, event, record)

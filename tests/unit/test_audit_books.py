@@ -124,6 +124,15 @@ def test_a_job_that_its_relay_ends_has_ended() -> None:
     assert case.account().outcomes == {"dead_lettered": 1}
 
 
+def test_a_retry_that_another_record_of_its_id_has_overtaken_is_a_duplicate() -> None:
+    first = job_record(0, Job(id="a", prompt="x"))
+    case = Case().records(first, job_record(0, RETRIED, DELAY), job_record(1, RETRIED))
+    case.events(event(RetryScheduled, origin(0)), event(Requeued, origin(0, DELAY)), event(Duplicate, origin(1)))
+    accounts, breaches = case.books.balance()
+    assert breaches == []
+    assert accounts[0].outcomes == {"duplicate": 1}
+
+
 def test_two_ends_of_one_job_by_two_records_are_two_results() -> None:
     case = Case().records(job_record(0, Job(id="a", prompt="x")), job_record(1, RETRIED))
     case.events(event(Completed, origin(0)), event(Cancelled, origin(1)))
