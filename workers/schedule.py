@@ -12,7 +12,8 @@ applies it:
    the one admitted last, and only as many as it needs, and only when that is enough. What is preempted keeps its
    tokens and waits again at its old place; they are prefilled anew.
 4. A suspect (`Work.alone`) runs with nothing beside it. It waits for the others to end, `ALONE_WAIT_S` at most, then
-   they are preempted for it; between two suspects the others get as long.
+   they are preempted for it; between two suspects the others get as long. With `ALONE_TOKENS` new tokens it is one
+   like any other: what it has got past is no longer what crashed.
 5. The step: one token of every decoding sequence, then chunks of prompts, the most urgent first. While anything
    decodes, a step carries at most `chunk_tokens` of prompts and no more than take `STREAM_S`, so that a long prompt
    does not hold the running streams up; otherwise it may fill the batch within `IDLE_S`, so that cancelling and
@@ -45,6 +46,9 @@ CHUNK_MIN_TOKENS: Final = 8
 """So that a prompt gets on however slow the machine is."""
 ALONE_WAIT_S: Final = 2.0
 """How long a sequence that must run alone leaves the others to themselves. They lose nothing but time."""
+ALONE_TOKENS: Final = 64
+"""New tokens that clear a suspect. By the rule of blame a single one does; these are enough to be in a checkpoint or on
+the bus, and few enough that a long job does not hold a whole worker to its end."""
 NEVER: Final = float("inf")
 
 
@@ -274,6 +278,8 @@ class Scheduler:
                 continue
             sequence.tokens.append(pick.token)
             full = len(sequence.tokens) >= sequence.limit
+            if sequence.work.alone and len(sequence.tokens) >= sequence.prefill + ALONE_TOKENS:
+                sequence.work = msgspec.structs.replace(sequence.work, alone=False)
             picked.append(Picked(sequence.work.key, pick.slot, pick.token, pick.error, full))
         return picked
 

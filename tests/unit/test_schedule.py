@@ -13,7 +13,7 @@ from arriero.schemas.errors import BadJob
 from arriero.schemas.job import CLASSES, Sampling
 from arriero.schemas.token import Token
 from arriero.workers.engine.seam import Pick, StepOutcome, Work
-from arriero.workers.schedule import ALONE_WAIT_S, Limits, Plan, Scheduler
+from arriero.workers.schedule import ALONE_TOKENS, ALONE_WAIT_S, Limits, Plan, Scheduler
 
 LIMITS = Limits(slots=3, n_ctx=60, n_ctx_sequence=40, n_batch=16, chunk_tokens=4)
 
@@ -187,6 +187,19 @@ def test_a_suspect_runs_at_once_when_nothing_else_is_there() -> None:
     assert admitted(run(scheduler)) == [1]
     scheduler.add(work(2, priority="interactive"))
     assert admitted(run(scheduler)) == []
+
+
+def test_a_suspect_with_new_tokens_lets_the_others_in_again_and_keeps_its_slot() -> None:
+    scheduler = Scheduler(Limits(slots=3, n_ctx=400, n_ctx_sequence=200, n_batch=16))
+    scheduler.add(work(1, max_tokens=100, alone=True))
+    run(scheduler)
+    scheduler.add(work(2, max_tokens=100))
+    for _ in range(ALONE_TOKENS - 1):
+        assert admitted(run(scheduler)) == []
+    plan = run(scheduler)
+    assert admitted(plan) == [2]
+    assert plan.preempted == []
+    assert len(plan.step.feeds) == 2
 
 
 def test_between_two_suspects_the_others_get_their_time() -> None:
