@@ -171,6 +171,7 @@ def _stall(fleet: SimulatedFleet) -> Act:
 
 def _empty_bus(fleet: SimulatedFleet) -> Act:
     def act() -> None:
+        fleet.bus_forgot = True
         for table in ("jobs", "heads", "tokens", "positions"):
             fleet.bus_file.connection.execute(f"DELETE FROM {table}")  # noqa: S608
 
@@ -184,6 +185,7 @@ def _forget_stream(fleet: SimulatedFleet) -> Act:
     ends = "SELECT job, max(at) FROM tokens WHERE job IN some GROUP BY job"
 
     def act() -> None:
+        fleet.bus_forgot = True
         connection = fleet.bus_file.connection
         if tail:
             connection.execute(f"{some} DELETE FROM tokens WHERE (job, at) IN ({ends})")  # noqa: S608

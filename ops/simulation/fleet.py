@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
 import traceback
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any, Final, cast
+from pathlib import Path
+from typing import Any, Final, NoReturn, cast
 
+import msgspec
+
+from arriero.ops.crashes import CrashLog, CrashReport, crash_report
 from arriero.ops.simulation.files import NOWHERE, File, SimulatedDatabase, World
 from arriero.ops.simulation.loop import Host, HostClock, VirtualLoop
 from arriero.producer.client import Client
+from arriero.schemas.codec import encode
 from arriero.schemas.errors import BusUnavailable, LogUnavailable
 from arriero.schemas.job import Job
 from arriero.schemas.names import Names
+from arriero.schemas.state import JobState
 from arriero.transports.embedded import groups, records, streams
 from arriero.transports.embedded.bus import EmbeddedBus
 from arriero.transports.embedded.db import Database
 from arriero.transports.embedded.log import EmbeddedLog
-from arriero.transports.log import TopicSpec
+from arriero.transports.log import Outgoing, Placed, TopicSpec
 from arriero.workers.engine.echo import EchoBackend
 from arriero.workers.engine.seam import ModelInfo, Pick, StepOutcome, StepPlan, StepReport, Work
 from arriero.workers.engine.turns import Turns
+from arriero.workers.flight import _SIZE as RECORDER_BYTES
 from arriero.workers.flight import FlightRecorder
 from arriero.workers.projector import Projector
 from arriero.workers.relay import Relay
@@ -37,6 +45,13 @@ STEP_S: Final = 0.02
 """Of the engine."""
 ACCENT_SHIFT: Final = 32
 """Echoed tokens are smaller."""
+ACCENT_BITS: Final = 16
+AT_TOKENISING: Final = "!"
+AT_PREFILL: Final = "#"
+AT_DECODING: Final = "$"
+MARKERS: Final = (AT_TOKENISING, AT_PREFILL, AT_DECODING)
+"""Prompts that begin with these crash the process that handles them, then."""
+FATAL_TOKEN: Final = 4
 AGAIN_S: Final = 0.2
 """After a process has ended by an error; its supervisor would start it anew."""
 
@@ -45,19 +60,50 @@ class SimulatedBackend(EchoBackend):
     """Echoes, and sometimes fails a token for a reason that passes. No two say the same: ids of their tokens differ, as
     sampled ones would, so that a text patched together from two runs does not look like one of them."""
 
-    def __init__(self, rng: random.Random, failing: Callable[[], float]) -> None:
+    def __init__(self, rng: random.Random, failing: Callable[[], float], crash: Callable[[], None]) -> None:
+        """crash: ends this process."""
         super().__init__(slots=SLOTS)
         self._rng = rng
+        self._crash = crash
+        self._fuses: dict[int, int] = {}
+        """By slot: how many steps more this process survives."""
         self._failing = failing
-        self._accent = rng.getrandbits(16) << ACCENT_SHIFT
+        self._accent = rng.getrandbits(ACCENT_BITS) << ACCENT_SHIFT
+        self._info = msgspec.structs.replace(self._info, n_vocab=1 << ACCENT_SHIFT + ACCENT_BITS)
+
+    def prepare(self, job: Job) -> list[int]:
+        if (job.prompt or "").startswith(AT_TOKENISING):
+            self._die()
+        return super().prepare(job)
+
+    def begin(self, slot: int, work: Work) -> None:
+        super().begin(slot, work)
+        marker = super().piece(work.prompt[0])[:1].decode()
+        if marker == AT_PREFILL:
+            self._fuses[slot] = 0
+        elif marker == AT_DECODING:
+            self._fuses[slot] = max(0, FATAL_TOKEN - len(work.resume))
+
+    def end(self, slot: int) -> None:
+        super().end(slot)
+        self._fuses.pop(slot, None)
 
     def step(self, plan: StepPlan) -> StepOutcome:
+        for feed in plan.feeds:
+            if feed.slot in self._fuses:
+                if self._fuses[feed.slot] == 0:
+                    self._die()
+                self._fuses[feed.slot] -= 1
         outcome = super().step(plan)
         outcome.picks = [self._say(pick) for pick in outcome.picks]
         return outcome
 
     def piece(self, token: int) -> bytes:
         return super().piece(token & (1 << ACCENT_SHIFT) - 1)
+
+    def _die(self) -> NoReturn:
+        self._crash()
+        raise AssertionError("nobody is there to hear this")
 
     def _say(self, pick: Pick) -> Pick:
         share = self._failing()
@@ -69,8 +115,15 @@ class SimulatedBackend(EchoBackend):
 class SimulatedRunner:
     """The engine's turns without its thread: one after the other, each taking virtual time."""
 
-    def __init__(self, backend: SimulatedBackend, on_step: Callable[[StepReport], None], clock: HostClock) -> None:
-        self._turns = Turns(backend, clock, CHUNK_TOKENS, FlightRecorder(None))
+    def __init__(
+        self,
+        backend: SimulatedBackend,
+        on_step: Callable[[StepReport], None],
+        clock: HostClock,
+        recorder: FlightRecorder,
+    ) -> None:
+        self._turns = Turns(backend, clock, CHUNK_TOKENS, recorder)
+        self._recorder = recorder
         self._backend = backend
         self._on_step = on_step
         self._work = asyncio.Event()
@@ -87,7 +140,8 @@ class SimulatedRunner:
         await asyncio.wait([self._task])
 
     async def prepare(self, job: Job, label: str = "") -> list[int]:
-        return self._backend.prepare(job)
+        with self._recorder.tokenising(label):
+            return self._backend.prepare(job)
 
     def submit(self, work: Work) -> None:
         self._commands.append(work)
@@ -115,6 +169,22 @@ class SimulatedRunner:
                 self._on_step(report)
 
 
+class SimulatedRecorder(FlightRecorder):
+    """Outlives its process without a file. It is also the path that a supervisor reads it by."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self._map = cast(Any, bytearray(RECORDER_BYTES))
+
+    def read_bytes(self) -> bytes:
+        return bytes(cast(Any, self._map))
+
+    def with_name(self, name: str) -> Path:
+        return NOWHERE / name
+
+    name = "flight"
+
+
 class SimulatedFleet:
     """Files, and processes on them. Processes that end or are killed are started again as long as it is `open`."""
 
@@ -131,6 +201,13 @@ class SimulatedFleet:
         self.skews: dict[str, float] = {}
         """How wrong a host's wall clock is, by its name."""
         self.open = True
+        self.crashed: Callable[[CrashReport], None] = lambda report: None
+        """Told of each crash report in the moment of the crash."""
+        self.bus_forgot = False
+        """Whether the bus has lost anything."""
+        self._reports: dict[str, list[CrashReport]] = {}
+        """By worker: those that are not published yet."""
+        self._crash_logs: dict[str, CrashLog] = {}
         self.bug = ""
         """An exception that no process should end by."""
 
@@ -162,13 +239,17 @@ class SimulatedFleet:
         host.kill()
 
     async def _worker(self, host: Host) -> None:
-        clock, rng = self._clock(host), self._rng()
-        backend = SimulatedBackend(rng, lambda: self.failing)
+        clock, rng, recorder = self._clock(host), self._rng(), SimulatedRecorder()
+        backend = SimulatedBackend(rng, lambda: self.failing, lambda: self._crash(host, recorder))
         async with self._log(host) as job_log, self._bus(host) as bus:
+            await self._report(host, job_log)
+            crashes = self._crash_logs.get(host.name)
             worker = Worker(
                 job_log,
                 bus,
-                lambda on_step: SimulatedRunner(backend, on_step, clock),
+                lambda on_step: SimulatedRunner(backend, on_step, clock, recorder),
+                recorder=recorder,
+                crashes=msgspec.json.decode(crashes.to_json(), type=list[JobState]) if crashes else [],
                 names=self.names,
                 pool=POOL,
                 name=host.name,
@@ -179,6 +260,29 @@ class SimulatedFleet:
             )
             async with worker:
                 await worker.run()
+
+    def _crash(self, host: Host, recorder: SimulatedRecorder) -> None:
+        """As its supervisor sees it."""
+        report = crash_report(
+            -signal.SIGSEGV, cast(Any, recorder), stuck=(), out_of_memory=False, clock=self._clock(host)
+        )
+        if report is not None:
+            self.crashed(report)
+            self._reports.setdefault(host.name, []).append(report)
+            self._crash_logs.setdefault(host.name, CrashLog()).add(report)
+        host.kill()
+
+    async def _report(self, host: Host, job_log: EmbeddedLog) -> None:
+        """Before a worker joins, what its forerunner has died of is recorded."""
+        reports = self._reports.pop(host.name, [])
+        records = [
+            Outgoing(self.names.events, event.id.encode(), encode(event))
+            for report in reports
+            for event in report.events(host.name)
+        ]
+        while records:
+            answers = await job_log.publish(records)
+            records = [one for one, answer in zip(records, answers, strict=True) if not isinstance(answer, Placed)]
 
     async def _projector(self, host: Host) -> None:
         async with self._log(host) as job_log, self._bus(host) as bus:

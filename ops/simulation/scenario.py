@@ -12,10 +12,12 @@ from typing import Final
 import msgspec
 import structlog
 
-from arriero.ops.chaos.load import Load
-from arriero.ops.chaos.verdict import judge
+from arriero.ops.audit.audit import audit
+from arriero.ops.crashes import CrashReport
 from arriero.ops.simulation.faults import Drawn, storm
 from arriero.ops.simulation.fleet import POOL, SimulatedFleet
+from arriero.ops.simulation.judge import judge
+from arriero.ops.simulation.load import MixedLoad
 from arriero.ops.simulation.loop import Host, Stuck, VirtualLoop
 from arriero.ops.simulation.watch import Watch
 from arriero.producer.client import Client
@@ -73,6 +75,7 @@ class _Run:
         self._fleet = SimulatedFleet(loop, self._rng)
         self._watch = Watch(self._fleet.names, MAX_ATTEMPTS)
         self._fleet.log_file.after_write = self._watch.look
+        self._fleet.crashed = self._note_crash
 
     async def run(self, prepare: Prepare | None) -> Outcome:
         """Steps: 1. topics, processes, load 2. the storm 3. calm: wait until all is done 4. the verdict."""
@@ -85,7 +88,7 @@ class _Run:
                 await client.log.ensure(fleet.topics())
                 for name in ("projector", "relay", *(f"w{number}" for number in range(options.workers))):
                     fleet.start(name)
-                load = Load(client, self._rng, rate=options.rate, read_share=0.4, most=options.jobs)
+                load = MixedLoad(client, self._rng, rate=options.rate, read_share=0.4, jobs=options.jobs)
                 publishing = host.start(load.publish())
                 # 2.
                 faults = prepare(fleet) if prepare else storm(fleet, options.storm_s, options.faults)
@@ -97,8 +100,8 @@ class _Run:
                 await load.finish_reading(REST_MAX_S)
                 # 4.
                 jobs = len(load.asked)
-                verdict = await judge(client.log, fleet.names, POOL, load.asked, load.transcripts)
-                broken = self._watch.broken or (verdict.breaches[0] if not verdict.holds else "")
+                broken = self._watch.broken or await judge(client.log, fleet, self._watch, load)
+                broken = broken or await self._audit(client)
         except TimeoutError:
             broken = self._watch.broken or "not everything has ended"
         except Stuck as stuck:
@@ -116,6 +119,14 @@ class _Run:
             faults=faults,
             trace=self._watch.trace,
         )
+
+    def _note_crash(self, report: CrashReport) -> None:
+        self._watch.in_hand |= {(job.id, job.origin) for job in report.jobs}
+
+    async def _audit(self, client: Client) -> str:
+        """What the command `arriero audit` would say."""
+        report = await audit(client.log, client.bus, names=self._fleet.names, pools=[POOL], clock=client.clock, shown=1)
+        return "" if report.holds else f"audit: {report.breaches} {report.shown}"
 
     async def _rest(self, client: Client) -> None:
         """Until every record of job and delay topics is settled."""

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from typing import Any, Final
 
 import apsw
 
 from arriero.schemas.codec import decode_event
-from arriero.schemas.event import Crashed, OwnerEvent, SettlingEvent, Started, Terminal
+from arriero.schemas.event import Crashed, Origin, SettlingEvent, Started, Terminal
 from arriero.schemas.names import Names
 from arriero.transports.embedded.records import Place, read
+from arriero.transports.ledger import Ledger
 from arriero.transports.log import Record
 
 TRACE_KEPT: Final = 60
-
-
-class Violation(Exception):
-    """A promise that was broken."""
 
 
 class Watch:
@@ -28,10 +26,16 @@ class Watch:
         self.events = 0
         self.trace: list[str] = []
         """The last events, for people."""
+        self.in_hand: set[tuple[str, Origin]] = set()
+        """Jobs, or records, that were in a worker's hands when it crashed."""
         self._names = names
         self._max_attempts = max_attempts
         self._seen: dict[int, int] = {}
-        self._settled: set[tuple[str, int, int]] = set()
+        self.settled: set[Origin] = set()
+        self.ends: dict[str, Terminal] = {}
+        """The result of each job: its first terminal event."""
+        self.crashed: Counter[str] = Counter()
+        """How often each job has been named in a report."""
         self._results: set[tuple[str, str]] = set()
         self._fences: dict[tuple[str, int], int] = {}
         self._digest = hashlib.blake2b(digest_size=16)
@@ -60,28 +64,36 @@ class Watch:
         self.trace.append(f"{event.time_ms} {type(event).__name__} {event.id} {origin or ''}")
         del self.trace[:-TRACE_KEPT]
         if isinstance(event, Crashed):
-            self._break(f"{event.id} is blamed for a crash that nobody had")
+            self.crashed[event.id] += 1
+            if (event.id, event.origin) not in self.in_hand:
+                self._break(f"{event.id} is blamed for a crash that it was no part of")
         if isinstance(event, Started) and event.attempt > self._max_attempts:
             self._break(f"{event.id} is in attempt {event.attempt}")
         if not isinstance(event, SettlingEvent):
             return
-        place = event.origin.topic, event.origin.partition, event.origin.offset
-        if place in self._settled:
+        place = event.origin.topic, event.origin.partition
+        if event.origin in self.settled:
             self._break(f"{event.origin} of {event.id} was settled twice")
-        self._settled.add(place)
+        self.settled.add(event.origin)
         row: Any = connection.execute(
             "SELECT time_ms FROM records JOIN partitions ON place = number << 40 | ? WHERE topic = ? AND partition = ?",
             (event.origin.offset, event.origin.topic, event.origin.partition),
         ).fetchone()
         if row is None or row[0] != event.origin.time_ms:
             self._break(f"an event settles {event.origin}, where no such record is")
-        if event.fence < self._fences.get(place[:2], 0):
+        lease: Any = connection.execute(
+            "SELECT offset, ledger FROM leases JOIN partitions USING (number) WHERE topic = ? AND partition = ?", place
+        ).fetchone()
+        if lease is None or not Ledger.decode(*lease).is_settled(event.origin.offset):
+            self._break(f"an event settles {event.origin}, and the ledger does not")
+        if event.fence < self._fences.get(place, 0):
             self._break(f"{event.origin} was settled under fence {event.fence}, after a later one")
-        self._fences[place[:2]] = max(self._fences.get(place[:2], 0), event.fence)
-        if isinstance(event, Terminal) and isinstance(event, OwnerEvent):
+        self._fences[place] = max(self._fences.get(place, 0), event.fence)
+        if isinstance(event, Terminal):
             if (event.id, event.root) in self._results:
                 self._break(f"{event.id} of root {event.root} has two results")
             self._results.add((event.id, event.root))
+            self.ends.setdefault(event.id, event)
 
     def _break(self, sentence: str) -> None:
         self.broken = self.broken or sentence
