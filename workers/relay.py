@@ -21,7 +21,8 @@ from arriero.schemas.errors import ArrieroError, LogError, Undecodable
 from arriero.schemas.event import Requeued
 from arriero.schemas.job import Job, read_job
 from arriero.schemas.names import DELAY_STEPS, Names
-from arriero.transports.log import Claim, Gained, JobLog, Membership, Outgoing, Record
+from arriero.transports.log import Claim, JobLog, Outgoing, Record
+from arriero.workers.claims import Claims, Partition
 from arriero.workers.commit import Committer, OwnersEvent
 from arriero.workers.door import origin_of, refusal
 from arriero.workers.held import about
@@ -37,16 +38,6 @@ class Waiting(msgspec.Struct):
     """A record that is not due yet. Nothing of it has begun."""
 
     since_ms: int = 0
-
-
-class _Partition(msgspec.Struct, eq=False):
-    claim: Claim
-    committer: Committer[Waiting]
-    tasks: list[asyncio.Task[None]]
-
-    def stop(self) -> None:
-        for task in self.tasks:
-            task.cancel()
 
 
 class Relay:
@@ -69,7 +60,7 @@ class Relay:
         self._clock = clock
         self._metrics = RelayMetrics(registry or CollectorRegistry())
         self._steps = {names.delay(pool, step): (step, delay_s) for step, delay_s in DELAY_STEPS}
-        self._partitions: dict[tuple[str, int], _Partition] = {}
+        self._claims = Claims[Waiting](begin=self._begin)
 
     async def run(self) -> None:
         """Raises LogUnavailable when it will never recover, and TopicFault."""
@@ -77,33 +68,14 @@ class Relay:
         try:
             async with self._log.join(group, topics, self._name, self._names.events) as membership:
                 log.info("relay_joined", relay=self._name, pool=self._pool)
-                async with asyncio.TaskGroup() as tasks:
-                    await self._follow(membership, tasks)
+                async with asyncio.TaskGroup() as self._tasks:
+                    await self._claims.follow(membership)
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
-            self._partitions.clear()
+            self._claims.clear()
 
-    async def _follow(self, membership: Membership, tasks: asyncio.TaskGroup) -> None:
-        while True:
-            change = await membership.change()
-            claim = change.claim
-            place = claim.topic, claim.partition
-            partition = self._partitions.get(place)
-            if isinstance(change, Gained):
-                if partition is not None and change.continued:
-                    partition.claim = claim
-                    partition.committer.resume(claim)
-                else:
-                    self._drop(place)
-                    self._begin(claim, tasks)
-            elif partition is not None and partition.claim is claim:
-                if change.final:
-                    self._drop(place)
-                else:
-                    partition.committer.doubt(claim)
-
-    def _begin(self, claim: Claim, tasks: asyncio.TaskGroup) -> None:
+    async def _begin(self, claim: Claim) -> Partition[Waiting]:
         committer = Committer[Waiting](
             claim,
             names=self._names,
@@ -113,20 +85,12 @@ class Relay:
             settled=self._count,
         )
         place = f"{claim.topic}/{claim.partition}"
-        self._partitions[claim.topic, claim.partition] = _Partition(
+        return Partition(
             claim,
             committer,
-            [
-                tasks.create_task(self._carry(committer), name=f"carry {place}"),
-                tasks.create_task(committer.run(), name=f"commits {place}"),
-            ],
+            intake=self._tasks.create_task(self._carry(committer), name=f"carry {place}"),
+            commits=self._tasks.create_task(committer.run(), name=f"commits {place}"),
         )
-
-    def _drop(self, place: tuple[str, int]) -> None:
-        partition = self._partitions.pop(place, None)
-        if partition is not None:
-            partition.stop()
-            partition.committer.drop()
 
     async def _carry(self, committer: Committer[Waiting]) -> None:
         """One partition's records, each when it is due."""

@@ -28,7 +28,8 @@ from arriero.schemas.names import MAX_ATTEMPTS, Names, parse_job_topic
 from arriero.schemas.state import TERMINAL_STATUS, JobState
 from arriero.schemas.worker import WorkerInfo
 from arriero.transports.bus import TokenBus
-from arriero.transports.log import Claim, Gained, JobLog, Membership
+from arriero.transports.log import Claim, JobLog, Membership
+from arriero.workers.claims import Claims, Partition
 from arriero.workers.commit import Committer, OwnersEvent
 from arriero.workers.desk import Desk, Engine
 from arriero.workers.engine.seam import StepReport
@@ -78,22 +79,9 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Jobs of each class that are read and hold no slot yet; 0 lets it follow from the slots."""
 
 
-class _Partition(msgspec.Struct, eq=False):
-    """A partition of ours, and its tasks."""
-
-    claim: Claim
-    committer: Committer[Held]
-    intake: asyncio.Task[None]
-    commits: asyncio.Task[None]
-
-    @property
-    def held(self) -> list[Held]:
-        """Jobs whose end is not on its way into the log yet."""
-        return [held for held in self.committer.pending.values() if held is not None and not held.over]
-
-    def stop(self) -> None:
-        self.intake.cancel()
-        self.commits.cancel()
+def _in_hand(partition: Partition[Held]) -> list[Held]:
+    """Jobs whose end is not on its way into the log yet."""
+    return [held for held in partition.committer.pending.values() if held is not None and not held.over]
 
 
 class Worker:
@@ -133,7 +121,8 @@ class Worker:
         self._recorder = recorder or FlightRecorder(None)
         self._crashes = {state.id: state for state in crashes}
         self._metrics = WorkerMetrics(registry or CollectorRegistry())
-        self._partitions: dict[tuple[str, int], _Partition] = {}
+        self._claims = Claims[Held](begin=self._begin, resumed=self._resumed, dropped=self._dropped)
+        self._metrics.claims.set_function(lambda: len(self._claims))
         self._started_ms = 0
         self._grace_s = 0.0
         self._draining = asyncio.Event()
@@ -186,7 +175,7 @@ class Worker:
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
         finally:
-            self._partitions.clear()
+            self._claims.clear()
             self._over.set()
             log.info("worker_left", worker=self._name, pool=self._pool)
 
@@ -212,7 +201,7 @@ class Worker:
             chat=engine.chat,
             device=engine.device,
             started_ms=self._started_ms,
-            claims=len(self._partitions),
+            claims=len(self._claims),
             running=self._desk.running,
             waiting=self._desk.waiting,
         )
@@ -222,7 +211,7 @@ class Worker:
         presence = tasks.create_task(announce(self._bus, lambda: self.info), name="presence")
         side = [
             tasks.create_task(self._streams.run(), name="streams"),
-            tasks.create_task(self._follow(membership), name="claims"),
+            tasks.create_task(self._claims.follow(membership), name="claims"),
             tasks.create_task(self._keep_checkpoints(), name="checkpoints"),
             tasks.create_task(self._watch_engine(), name="engine watch"),
             presence,
@@ -234,38 +223,18 @@ class Worker:
         await asyncio.wait({draining, aborting}, return_when=asyncio.FIRST_COMPLETED)
         if not draining.done():
             log.warning("worker_aborts", worker=self._name, running=self._desk.running)
-        for partition in self._partitions.values():
+        for partition in self._claims:
             partition.stop()
         for task in (*side, draining, aborting):
             task.cancel()
 
     # --- claims ---------------------------------------------------------------------------------------------
 
-    async def _follow(self, membership: Membership) -> None:
-        while True:
-            change = await membership.change()
-            claim = change.claim
-            place = claim.topic, claim.partition
-            partition = self._partitions.get(place)
-            if isinstance(change, Gained):
-                if partition is not None and change.continued:
-                    self._resume(partition, claim)
-                else:
-                    self._drop(place)
-                    await self._begin(claim)
-            elif partition is not None and partition.claim is claim:
-                log.info("claim_lost", topic=claim.topic, partition=claim.partition, final=change.final)
-                if change.final:
-                    self._drop(place)
-                else:
-                    partition.committer.doubt(claim)
-            self._metrics.claims.set(len(self._partitions))
-
-    async def _begin(self, claim: Claim) -> None:
+    async def _begin(self, claim: Claim) -> Partition[Held] | None:
         if self._draining.is_set():
             with contextlib.suppress(LogError):
                 await claim.release()
-            return
+            return None
         committer = Committer[Held](
             claim,
             names=self._names,
@@ -287,7 +256,7 @@ class Worker:
             clock=self._clock,
         )
         place = f"{claim.topic}/{claim.partition}"
-        self._partitions[claim.topic, claim.partition] = _Partition(
+        return Partition(
             claim,
             committer,
             intake=self._tasks.create_task(intake.run(), name=f"intake {place}"),
@@ -302,47 +271,36 @@ class Worker:
         elif isinstance(event, DeadLettered):
             self._metrics.dead_letters.labels(event.reason).inc()
 
-    def _resume(self, partition: _Partition, claim: Claim) -> None:
-        """Nobody owned it in between: what is in hand goes on, under the new fence."""
-        log.info(
-            "claim_resumed", topic=claim.topic, partition=claim.partition, pending=len(partition.committer.pending)
-        )
-        partition.claim = claim
-        partition.committer.resume(claim)
+    def _resumed(self, partition: Partition[Held]) -> None:
         for held in partition.committer.pending.values():
             if held is not None:
-                self._streams.adopt(held.stream, claim.fence)
+                self._streams.adopt(held.stream, partition.claim.fence)
 
-    def _drop(self, place: tuple[str, int]) -> None:
-        """Another owns it: whatever is in hand of it is forgotten."""
-        partition = self._partitions.pop(place, None)
-        if partition is not None:
-            partition.stop()
-            self._desk.drop(list(partition.committer.pending.values()))
-            partition.committer.drop()
+    def _dropped(self, partition: Partition[Held]) -> None:
+        self._desk.drop(list(partition.committer.pending.values()))
 
     # --- the end --------------------------------------------------------------------------------------------
 
     async def _wind_down(self) -> None:
         deadline = asyncio.get_running_loop().time() + self._grace_s
         log.info("worker_drains", worker=self._name, running=self._desk.running, grace_s=self._grace_s)
-        await asyncio.gather(*(self._wind_down_one(one, deadline) for one in list(self._partitions.values())))
+        await asyncio.gather(*(self._wind_down_one(one, deadline) for one in self._claims))
 
-    async def _wind_down_one(self, partition: _Partition, deadline: float) -> None:
+    async def _wind_down_one(self, partition: Partition[Held], deadline: float) -> None:
         """Steps: 1. stop intake, and leave what has not begun to the next owner 2. let what runs end 3. record how far
         the rest has come 4. let everything be recorded 5. release."""
         committer = partition.committer
         # 1.
         partition.intake.cancel()
         await asyncio.wait([partition.intake])
-        self._desk.drop([held for held in partition.held if not held.started_ms])
+        self._desk.drop([held for held in _in_hand(partition) if not held.started_ms])
         # 2.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
-                await committer.until(lambda: not partition.held)
+                await committer.until(lambda: not _in_hand(partition))
         # 3.
-        self._desk.checkpoint(partition.held)
-        self._desk.drop(partition.held)
+        self._desk.checkpoint(_in_hand(partition))
+        self._desk.drop(_in_hand(partition))
         # 4.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FLUSH_S):
