@@ -31,7 +31,7 @@ from arriero.transports.bus import Opened
 from arriero.transports.failpoints import reach
 from arriero.transports.log import JobLog, Record
 from arriero.workers.blame import SUSPECT_IN_ROW, WORKER_CRASHED, conviction, verdict
-from arriero.workers.checkpoints import Checkpoint, Checkpoints
+from arriero.workers.checkpoints import Checkpoints, Found
 from arriero.workers.commit import Committer
 from arriero.workers.desk import Desk
 from arriero.workers.door import check_record, duplicate_refused, origin_of, owner_elsewhere, refusal
@@ -39,7 +39,7 @@ from arriero.workers.flight import FlightRecorder, label_of
 from arriero.workers.held import Held
 from arriero.workers.known import KnownJobs
 from arriero.workers.retry import dead_letter
-from arriero.workers.stream import Stream
+from arriero.workers.stream import TAKE_PATIENCE_S, Stream
 
 log = structlog.get_logger(__name__)
 
@@ -78,6 +78,7 @@ class Intake:
         self._known = known
         self._began_ms = now_ms(clock)
         """What has come later can have crashed nobody yet."""
+        self._began = clock.monotonic()
         self._reports_due = committer.inherited.count > 0
         self._digests = digests
         self._checkpoints = Checkpoints(
@@ -171,6 +172,10 @@ class Intake:
         """Whether a former owner can have had it in hand."""
         return record.time_ms <= self._began_ms + SKEW_MS or str(origin_of(record)) in self._known
 
+    def _may_have_begun(self, record: Record) -> bool:
+        """Whether a former owner may have begun it a moment before its end, and not got to record that."""
+        return record.time_ms <= self._began_ms + SKEW_MS and self._clock.monotonic() - self._began < TAKE_PATIENCE_S
+
     async def _judge(self, doubtful: Iterable[Held]) -> None:
         """Of jobs that may have crashed workers: the convicted are dead-lettered, suspects are to run alone."""
         jobs = list(doubtful)
@@ -200,7 +205,7 @@ class Intake:
         found = await self._remembered([ready[at] for at in lost])
         for at in lost:
             held = ready[at]
-            checkpoint = found.get(held.root)
+            checkpoint = found.get((held.job.id, held.root))
             if checkpoint is None or checkpoint.digests != self._digests:
                 held.stream.begin_anew()
             else:
@@ -212,17 +217,18 @@ class Intake:
             if answer is not None and answer.code == "have":
                 ready[at].checkpointed = 0  # it was not lost after all, and goes further than the log
 
-    async def _remembered(self, lost: Sequence[Held]) -> dict[str, Checkpoint]:
-        """By root, what the log has of these jobs."""
+    async def _remembered(self, lost: Sequence[Held]) -> Found:
+        """What the log has of these jobs."""
         retries = [held for held in lost if held.job.attempt > 1]
         while True:
             try:
-                found: dict[str, Checkpoint] = {}
+                found: Found = {}
                 if len(retries) < len(lost):
-                    found |= await self._checkpoints.of_claim()
+                    found = await self._checkpoints.of_claim()
                 if retries:
                     since_ms = min(held.since_ms for held in retries)
-                    found |= await self._checkpoints.of_retries((held.root for held in retries), since_ms)
+                    roots = (held.root for held in retries)
+                    found = {**found, **await self._checkpoints.of_retries(roots, since_ms)}
             except LogError as error:  # then the claim will end, too, or the log comes back
                 log.info("checkpoints_unreadable", reason=error.code)
                 await asyncio.sleep(CHECKPOINTS_AGAIN_S)
@@ -301,6 +307,7 @@ class Intake:
             fence=self._committer.fence,
             tokens=tokens,
             taken=since_ms > 0 or job.streamed > 0,
+            patient=since_ms > 0 or job.streamed > 0 or self._may_have_begun(record),
             least=job.streamed,
         )
         return Held(

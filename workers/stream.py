@@ -43,7 +43,8 @@ job that waits hears of its cancel."""
 OPEN_PATIENCE_S: Final = 1.0
 """How long a new job waits for a slow bus. After that it is decoded and its stream opened later."""
 TAKE_PATIENCE_S: Final = 5.0
-"""How long one waits that another owner has begun: what the bus holds of it need not be decoded again."""
+"""How long one waits that another owner may have begun: what the bus holds of it need not be decoded again, and its
+readers need not be reset."""
 OPEN_MAX_STREAMS: Final = 64
 """Streams in one `open` call, and in one `append` call: a call holds the bus up for everybody else."""
 APPEND_MAX_STREAMS: Final = 256
@@ -70,7 +71,9 @@ class Stream(msgspec.Struct, kw_only=True, eq=False):
     tokens: list[Token]
     """The job's tokens; the decoder appends to the same list."""
     taken: bool = False
-    """Another owner may have begun it."""
+    """Another owner has begun it, or may have."""
+    patient: bool = False
+    """A bus that does not answer is asked again for a while: what it holds of this one would else be lost."""
     least: int = 0
     """So many tokens at least were streamed by earlier attempts; a bus that holds fewer has forgotten some."""
     sent: int = 0
@@ -92,6 +95,7 @@ class Stream(msgspec.Struct, kw_only=True, eq=False):
         fence: int,
         tokens: list[Token],
         taken: bool = False,
+        patient: bool = False,
         least: int = 0,
     ) -> Stream:
         """A stream as long as nothing is known of it."""
@@ -106,6 +110,7 @@ class Stream(msgspec.Struct, kw_only=True, eq=False):
             lineage=f"{epoch}@0",
             tokens=tokens,
             taken=taken,
+            patient=patient,
             least=least,
         )
 
@@ -113,13 +118,13 @@ class Stream(msgspec.Struct, kw_only=True, eq=False):
         """Decoding goes on after these tokens of earlier owners."""
         self.tokens[:] = tokens
         self.lineage = extended(lineage, self.epoch, len(tokens))
-        self.taken = False
+        self.taken = self.patient = False
 
     def begin_anew(self) -> None:
         """It is decoded from its start after all."""
         self.tokens.clear()
         self.lineage, self.sent, self.seal = extended("", self.epoch, 0), 0, ""
-        self.taken = False
+        self.taken = self.patient = False
 
 
 class Streams:
@@ -169,7 +174,8 @@ class Streams:
         """
         for stream in streams:
             self._streams[stream.key] = stream
-        if self._away and self._dirty:  # the pump finds out when it is back
+        patient = any(stream.patient for stream in streams)
+        if self._away and self._dirty and not patient:  # the pump finds out when it is back
             for stream in streams:
                 self._open_later(stream)
             return [None] * len(streams)
@@ -179,7 +185,7 @@ class Streams:
         ]
         self._opening += waits
         self._opening_wake.set()
-        patience_s = TAKE_PATIENCE_S if any(stream.taken for stream in streams) else OPEN_PATIENCE_S
+        patience_s = TAKE_PATIENCE_S if patient else OPEN_PATIENCE_S
         await asyncio.wait([future for _, future in waits], timeout=patience_s)
         for stream, future in waits:
             if not future.done():
@@ -238,7 +244,7 @@ class Streams:
             self._opening_wake.clear()
             while self._opening:
                 some, self._opening = self._opening[:OPEN_MAX_STREAMS], self._opening[OPEN_MAX_STREAMS:]
-                some = [(stream, future) for stream, future in some if stream.phase == "new"]
+                some = [(stream, future) for stream, future in some if stream.phase == "new" and not future.done()]
                 if not some:
                     continue
                 try:
@@ -247,9 +253,15 @@ class Streams:
                 except BusUnavailable as error:
                     self._found_away(error)
                     for stream, future in some:
-                        if not future.done():
+                        if future.done():
+                            pass
+                        elif stream.patient:
+                            self._opening.append((stream, future))
+                        else:
                             future.set_result(None)
                             self._open_later(stream)
+                    if any(stream.patient for stream, _ in some):
+                        await asyncio.sleep(PAUSE_FIRST_S * self._rng.uniform(0.5, 1.0))
 
     async def _open_some(self, some: Sequence[tuple[Stream, asyncio.Future[Opened | None]]]) -> None:
         """Steps: 1. take or start 2. adopt what another owner has left 3. cut it to nothing where it is of no use:

@@ -244,6 +244,20 @@ async def test_a_taken_stream_is_not_opened_empty_while_nobody_has_asked_the_log
     assert list(setup.bus.opens[-1][0].tokens) == ["7|a"]
 
 
+async def test_what_may_have_been_begun_waits_for_a_bus_that_is_away_for_a_moment(setup: Setup) -> None:
+    setup.bus.away = True
+    setup.bus.open_answers["j1"] = [Opened(code="have", lineage="1.3@0,1.9@1", tokens=["7|a"], digests="m")]
+    stream = setup.stream(1)
+    stream.patient = True
+    opening = asyncio.create_task(setup.streams.open([stream]))
+    await setup.bus.until(lambda: setup.bus.tried >= 3)
+    assert not opening.done()
+    setup.bus.away = False
+    (answer,) = await opening
+    assert answer is not None
+    assert (answer.code, stream.tokens) == ("have", [Token(7, "a")])
+
+
 async def test_a_stream_that_begins_anew_resets_its_readers(setup: Setup) -> None:
     setup.bus.open_answers["j1"] = [Opened(code="have", lineage="1.3@0,1.9@1", tokens=["7|a"], digests="m")]
     (stream,) = await setup.opened(1)
