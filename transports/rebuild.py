@@ -1,7 +1,8 @@
 """Ledgers that are gone, made anew from the settling events. Pure.
 
-An adapter fences the former owner, feeds every event up to the end that it sees after that, reads the times of the
-records from `first` up to `stop`, and commits what `ledger` answers, under a fence beyond `fence`.
+An adapter fences the former owner, feeds every event up to the end that it sees after that, cuts what they say at the
+partition's end, reads the times of the records from `first` up to `stop`, and commits what `ledger` answers, under a
+fence beyond `fence`.
 
 An event counts only when the record at its origin has the origin's time: events of a topic that was deleted and made
 anew name offsets of other records.
@@ -54,6 +55,11 @@ class Rebuild:
         if offset >= self.first:
             self._started.setdefault(offset, event_ms)
             self.stop = max(self.stop, offset + 1)
+
+    def cut(self, end: int) -> None:
+        """`end`: the offset behind the partition's last record. What events say of later ones is said of a topic that
+        had this name before; taken for offsets without a record, those to come would count as settled."""
+        self.stop = min(self.stop, end)
 
     def ledger(self, times: Mapping[int, int]) -> Ledger:
         """The ledger, without fence and owner.

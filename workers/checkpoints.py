@@ -44,6 +44,10 @@ class Checkpoint(msgspec.Struct):
             self.tokens += event.tokens
 
 
+Found = Mapping[tuple[str, str], Checkpoint]
+"""By the job's id and root: on a topic that was made anew, another job's record has the same root."""
+
+
 class Checkpoints:
     """Those of one claim's jobs."""
 
@@ -53,29 +57,29 @@ class Checkpoints:
         self._events = events
         self._place = topic, partition
         self._since_ms = since_ms
-        self._of_claim: dict[str, Checkpoint] | None = None
+        self._of_claim: Found | None = None
 
-    async def of_claim(self) -> Mapping[str, Checkpoint]:
-        """By root. Nobody else records any while the claim is ours: they are read once. Raises LogUnavailable."""
+    async def of_claim(self) -> Found:
+        """Nobody else records any while the claim is ours: they are read once. Raises LogUnavailable."""
         if self._of_claim is None:
             self._of_claim = await self._read(
                 self._since_ms, lambda event: (event.origin.topic, event.origin.partition) == self._place
             )
         return self._of_claim
 
-    async def of_retries(self, roots: Iterable[str], since_ms: int) -> Mapping[str, Checkpoint]:
-        """By root; earlier attempts were recorded under other claims. Raises LogUnavailable."""
+    async def of_retries(self, roots: Iterable[str], since_ms: int) -> Found:
+        """Earlier attempts were recorded under other claims. Raises LogUnavailable."""
         wanted = set(roots)
         return await self._read(since_ms, lambda event: event.root in wanted)
 
-    async def _read(self, since_ms: int, wanted: Callable[[Progressed], bool]) -> dict[str, Checkpoint]:
-        found: dict[str, Checkpoint] = {}
+    async def _read(self, since_ms: int, wanted: Callable[[Progressed], bool]) -> Found:
+        found: dict[tuple[str, str], Checkpoint] = {}
         async with aclosing(since(self._log, [self._events], since_ms / 1000 - SKEW_S)) as batches:
             async for batch in batches:
                 for record in batch:
                     event = _progressed(record)
                     if event is not None and wanted(event):
-                        found.setdefault(event.root, Checkpoint()).add(event)
+                        found.setdefault((event.id, event.root), Checkpoint()).add(event)
         log.info("checkpoints_read", topic=self._place[0], partition=self._place[1], jobs=len(found))
         return found
 

@@ -74,6 +74,13 @@ def test_offsets_without_a_record_count_as_settled_up_to_the_last_event() -> Non
     assert rebuild.ledger({0: time_of(0), 2: time_of(2)}).offset == 3
 
 
+def test_events_beyond_the_end_settle_nothing_that_is_still_to_come() -> None:
+    rebuild = fold(0, *(completed(origin(offset, time_ms=7)) for offset in range(9)))
+    rebuild.cut(2)
+    ledger = rebuild.ledger(times(0, 2))
+    assert not any(ledger.is_settled(offset) for offset in range(9))
+
+
 def test_an_undecodable_record_is_settled_by_its_event() -> None:
     event = Undecodable(
         id="x", time_ms=0, origin=origin(0), worker="w", fence=3, error=Error(code="bad_id", message="no")

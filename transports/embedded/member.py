@@ -290,6 +290,8 @@ class EmbeddedMembership:
                 await asyncio.sleep(0)
         for one in taken:
             rebuild = rebuilds[one.place.topic, one.place.partition]
+            _, end = self._db.read(partial(records.bounds, numbers=[one.place.number]))[one.place.number]
+            rebuild.cut(end)
             times = self._db.read(
                 partial(records.times, number=one.place.number, start=rebuild.first, stop=rebuild.stop)
             )

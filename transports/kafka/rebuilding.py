@@ -43,9 +43,10 @@ class Rebuilder:
         fold = Rebuild(first)
         if stop > first:
             await self._fold(place, fold)
+        fold.cut(stop)
         times: dict[int, int] = {}
         offset = first
-        while offset < min(fold.stop, stop):  # 5
+        while offset < fold.stop:  # 5
             chunk = await self._connection.read(place, offset)
             times.update((record.offset, record.time_ms) for record in chunk.records if record.offset < fold.stop)
             if chunk.next_offset <= offset:
