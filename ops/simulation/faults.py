@@ -78,7 +78,7 @@ def _kill_at_step(fleet: SimulatedFleet) -> Act:
 
     def act() -> None:
         host = fleet.hosts[name]
-        host.dies_at = host.callbacks + ahead
+        host.before[host.callbacks + ahead] = host.kill
 
     return f"kill {name} {ahead} callbacks later", act
 
@@ -170,12 +170,14 @@ def _stall(fleet: SimulatedFleet) -> Act:
 
 
 def _empty_bus(fleet: SimulatedFleet) -> Act:
-    def act() -> None:
-        fleet.bus_forgot = True
-        for table in ("jobs", "heads", "tokens", "positions"):
-            fleet.bus_file.connection.execute(f"DELETE FROM {table}")  # noqa: S608
+    return "empty the bus", lambda: forget_everything(fleet)
 
-    return "empty the bus", act
+
+def forget_everything(fleet: SimulatedFleet) -> None:
+    """The bus begins anew."""
+    fleet.bus_forgot = True
+    for table in ("jobs", "heads", "tokens", "positions"):
+        fleet.bus_file.connection.execute(f"DELETE FROM {table}")  # noqa: S608
 
 
 def _forget_stream(fleet: SimulatedFleet) -> Act:
@@ -197,16 +199,30 @@ def _forget_stream(fleet: SimulatedFleet) -> Act:
 
 
 def _forget_group(fleet: SimulatedFleet) -> Act:
+    return "forget the group's ledgers", lambda: forget_ledgers(fleet)
+
+
+def forget_ledgers(fleet: SimulatedFleet) -> None:
     """The workers' ledgers are gone. Only a group without members can be deleted: they are killed first."""
+    for name, host in list(fleet.hosts.items()):
+        if _is_worker(name):
+            host.kill()
+    group = fleet.names.workers_group(POOL)
+    fleet.log_file.connection.execute("DELETE FROM leases WHERE grp = ?", (group,))
 
-    def act() -> None:
-        for name, host in list(fleet.hosts.items()):
-            if _is_worker(name):
-                host.kill()
-        group = fleet.names.workers_group(POOL)
-        fleet.log_file.connection.execute("DELETE FROM leases WHERE grp = ?", (group,))
 
-    return "forget the group's ledgers", act
+def recreate(fleet: SimulatedFleet, topic: str, *, ledgers_too: bool) -> None:
+    """A topic is deleted and made anew while no worker runs; what nobody had done yet is gone with it."""
+    for name, host in list(fleet.hosts.items()):
+        if _is_worker(name):
+            host.kill()
+    fleet.log_deleted = True
+    connection = fleet.log_file.connection
+    numbers = "SELECT number FROM partitions WHERE topic = ?"
+    connection.execute(f"DELETE FROM records WHERE place >> 40 IN ({numbers})", (topic,))  # noqa: S608
+    connection.execute("UPDATE partitions SET first = 0, next = 0 WHERE topic = ?", (topic,))
+    if ledgers_too:
+        connection.execute(f"DELETE FROM leases WHERE number IN ({numbers})", (topic,))  # noqa: S608
 
 
 def _jump_clock(fleet: SimulatedFleet) -> Act:
@@ -238,5 +254,5 @@ def _clear(fleet: SimulatedFleet) -> None:
         file.weather = Weather()
         file.cut_off.clear()
     for host in fleet.hosts.values():
-        host.dies_at = None
+        host.before.clear()
         host.thaw()

@@ -12,7 +12,7 @@ import contextlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import apsw
 import msgspec
@@ -72,6 +72,10 @@ class File:
         self.connection = apsw.Connection(":memory:")
         self.connection.execute(schema)
         self.weather = Weather()
+        self.writes = 0
+        """How many have arrived."""
+        self.fates: dict[int, Literal["request lost", "reply lost"]] = {}
+        """What becomes of single writes, by their number."""
         self.cut_off: set[str] = set()
         """Hosts that cannot reach it."""
         self.listeners: dict[str, list[tuple[Host, Bell]]] = {}
@@ -147,7 +151,9 @@ class SimulatedDatabase:
         weather, rng = self._file.weather, self._world.rng
         answer: Any = None
         error: BaseException | None = None
-        if self._is_lost():
+        fate = self._file.fates.get(self._file.writes)
+        self._file.writes += 1
+        if self._is_lost() or fate == "request lost":
             error = self._unavailable("the simulated file cannot be written")
         else:
             try:
@@ -156,7 +162,7 @@ class SimulatedDatabase:
                 error = raised
             else:
                 self._file.ring(rings)
-                if rng.random() < weather.reply_lost or self._host.name in self._file.cut_off:
+                if rng.random() < weather.reply_lost or fate or self._host.name in self._file.cut_off:
                     error = self._unavailable("no answer; it may have been written")
         self._world.loop.later(self._latency_s(), _settle, future, answer, error)
 

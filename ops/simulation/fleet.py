@@ -205,6 +205,10 @@ class SimulatedFleet:
         """Told of each crash report in the moment of the crash."""
         self.bus_forgot = False
         """Whether the bus has lost anything."""
+        self.log_deleted = False
+        """Whether somebody has deleted a topic with jobs that were not done."""
+        self.script: asyncio.Task[None] | None = None
+        """What else happens to it."""
         self._reports: dict[str, list[CrashReport]] = {}
         """By worker: those that are not published yet."""
         self._crash_logs: dict[str, CrashLog] = {}

@@ -35,8 +35,8 @@ class Host:
         self.frozen_since: float | None = None
         self.callbacks = 0
         """How many have run."""
-        self.dies_at: int | None = None
-        """Before which callback it is killed."""
+        self.before: dict[int, Callable[[], object]] = {}
+        """What happens before which callback, between two awaits."""
         self.died: list[Callable[[], None]] = []
         """Told of its end, as whoever watches processes would be."""
         self.thawed: list[Callable[[], None]] = []
@@ -76,9 +76,9 @@ class Host:
         if self.frozen_since is not None:
             self._held.append(handle)
             return False
-        if self.callbacks == self.dies_at:
-            self.kill()
-            return False
+        if self.callbacks in self.before:
+            self.before.pop(self.callbacks)()
+            return self.takes(handle)
         self.callbacks += 1
         return True
 
