@@ -99,7 +99,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     crashes_in_row: int = 0
     """Those since it last gained a token between two of them."""
     crashes_alone: int = 0
-    """Of these, with nothing else at work."""
+    """Of all of them, with nothing else at work."""
     crash_tokens: int = 0
     """Its tokens at the last of them."""
     finish_reason: FinishReason | None = None
@@ -207,7 +207,7 @@ def _crashed(state: JobState, event: Crashed) -> dict[str, object]:
     return {
         "crashes": state.crashes + 1,
         "crashes_in_row": 1 if gained else state.crashes_in_row + 1,
-        "crashes_alone": (0 if gained else state.crashes_alone) + event.alone,
+        "crashes_alone": state.crashes_alone + event.alone,
         "crash_tokens": state.tokens,
     }
 

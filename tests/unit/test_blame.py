@@ -42,8 +42,11 @@ def after(*events: Event) -> JobState:
         ((crashed(alone=True), crashed(alone=True)), "convicted"),
         ((crashed(), started(5), crashed()), "innocent"),
         ((crashed(), started(5), crashed(), started(5), crashed()), "suspect"),
-        ((crashed(alone=True), started(5), crashed(alone=True)), "innocent"),
-        (tuple(event for n in range(5) for event in (crashed(), started(n + 1))), "convicted"),
+        ((crashed(alone=True), started(5), crashed(alone=True)), "convicted"),
+        (tuple(event for n in range(2) for event in (crashed(), started(n + 1))), "innocent"),
+        (tuple(event for n in range(3) for event in (crashed(), started(n + 1))), "suspect"),
+        (tuple(event for n in range(7) for event in (crashed(), started(n + 1))), "suspect"),
+        (tuple(event for n in range(8) for event in (crashed(), started(n + 1))), "convicted"),
     ],
 )
 def test_verdicts(events: tuple[Event, ...], expected: str) -> None:
@@ -54,16 +57,18 @@ def test_nothing_known_is_innocence() -> None:
     assert verdict(None) == "innocent"
 
 
-@given(st.lists(st.booleans() | st.integers(0, 50), max_size=30))
-def test_nobody_crashes_workers_more_than_five_times_and_goes_free(history: list[bool | int]) -> None:
-    """Booleans are crashes, alone or not; numbers are starts from so many tokens."""
-    state = JobState(id="a")
-    for offset, one in enumerate(history):
+@given(st.lists(st.integers(0, 50), max_size=30))
+def test_whoever_crashes_each_time_is_convicted_by_the_fifth(history: list[int]) -> None:
+    """Started from so many tokens each time; alone as soon as it is suspected."""
+    state, offset = JobState(id="a"), 0
+    for tokens in history:
         if verdict(state) == "convicted":
             break
-        state = fold(state, crashed(one) if isinstance(one, bool) else started(one), 0, offset)
+        state = fold(state, started(tokens), 0, offset)
+        state = fold(state, crashed(alone=verdict(state) == "suspect"), 0, offset + 1)
+        offset += 2
     assert state.crashes <= 5
-    assert (verdict(state) == "convicted") == (state.crashes == 5 or state.crashes_alone >= 2)
+    assert verdict(state) == "convicted" or len(history) < 5
 
 
 def test_a_conviction_says_how_often() -> None:
