@@ -48,7 +48,7 @@ from arriero.schemas.event import (
 )
 from arriero.schemas.names import Names
 from arriero.transports.failpoints import reach
-from arriero.transports.ledger import Ledger
+from arriero.transports.ledger import PENDING_MAX, Ledger
 from arriero.transports.log import RECORD_MAX_BYTES, Claim, Commit, Outgoing
 from arriero.workers.metrics import CommitMetrics
 
@@ -119,6 +119,12 @@ class Inherited(msgspec.Struct):
         return since_ms
 
 
+def _horizon(ledger: Ledger) -> int:
+    """A claim holds no more than PENDING_MAX records unsettled; as many offsets again may be markers."""
+    read = ledger.offset if ledger.stamp is None else max(ledger.offset, ledger.stamp.offset + 1)
+    return read + 2 * PENDING_MAX
+
+
 class Pending(Protocol):
     """What a committer knows of a record that is in hand."""
 
@@ -151,6 +157,8 @@ class Committer(Generic[P]):
         """Records read and not settled, by offset; None for those in preparation."""
         self.dropped = False
         self.inherited = Inherited.of(claim.ledger)
+        self.horizon = _horizon(claim.ledger)
+        """No former owner can have read a record from here on."""
         self._left_ms = 0
         """The oldest start among what is left to the next owner."""
         self._names = names

@@ -170,11 +170,14 @@ class Intake:
 
     def _may_have_crashed(self, record: Record) -> bool:
         """Whether a former owner can have had it in hand."""
-        return record.time_ms <= self._began_ms + SKEW_MS or str(origin_of(record)) in self._known
+        return self._is_old(record) or str(origin_of(record)) in self._known
+
+    def _is_old(self, record: Record) -> bool:
+        return record.offset < self._committer.horizon and record.time_ms <= self._began_ms + SKEW_MS
 
     def _may_have_begun(self, record: Record) -> bool:
         """Whether a former owner may have begun it a moment before its end, and not got to record that."""
-        return record.time_ms <= self._began_ms + SKEW_MS and self._clock.monotonic() - self._began < TAKE_PATIENCE_S
+        return self._is_old(record) and self._clock.monotonic() - self._began < TAKE_PATIENCE_S
 
     async def _judge(self, doubtful: Iterable[Held]) -> None:
         """Of jobs that may have crashed workers: the convicted are dead-lettered, suspects are to run alone."""
