@@ -107,10 +107,9 @@ class Terminal:
         self._typed: list[Typed] = []
 
     def start(self, command: str, *arguments: str, stdin: bytes = b"", terminal: int | None = None) -> Typed:
-        """`terminal`: a pseudo-terminal in place of standard error's file."""
-        typed = Typed(
-            self.folder / f"typed-{len(self._typed)}", command, *self.flags, *arguments, stdin=stdin, terminal=terminal
-        )
+        """`command`: its word, or its words. `terminal`: a pseudo-terminal in place of standard error's file."""
+        words = [*command.split(), *self.flags, *arguments]
+        typed = Typed(self.folder / f"typed-{len(self._typed)}", *words, stdin=stdin, terminal=terminal)
         self._typed.append(typed)
         return typed
 
