@@ -119,10 +119,14 @@ class Desk:
         return sum(room.count for room in self.rooms.values())
 
     def first_of(self, job_id: str, root: str, attempt: int) -> tuple[str, str] | None:
-        """Root and digest of another record's job of this id: one in hand, or recorded a moment ago. An earlier attempt
-        is none: that this one is here says that it was settled, though its commit may still be in doubt here."""
+        """Root and digest of another record's job of this id: one in hand, or recorded a moment ago.
+
+        A first attempt is none to a later one. Of the same root it was settled, or the later one would not be here,
+        though its commit may still be in doubt; of another root it has come behind this job's first event, and to call
+        each a duplicate of the other would lose both.
+        """
         held = self._by_id.get(job_id)
-        if held is not None and not (held.root == root and held.job.attempt < attempt):
+        if held is not None and held.job.attempt >= attempt:
             return held.root, held.digest
         recent = self._recent.get(job_id)
         return recent if recent is not None and recent[0] != root else None

@@ -108,6 +108,8 @@ class Books:
     def __init__(self, tell: Tell) -> None:
         """tell: hears of every lasting breach."""
         self.shelves: dict[Place, Shelf] = {}
+        self._overtaken: dict[tuple[Place, int], str] = {}
+        """Jobs of which a later attempt was settled as a duplicate: first record to id."""
         self.ended = IdSet()
         """Ids with a terminal event."""
         self.excused: Counter[str] = Counter()
@@ -202,8 +204,10 @@ class Books:
         later = shelf.later.get(origin.offset)
         if later is None:
             self._end(shelf, at, event, record)
-        elif not isinstance(event, RetryScheduled | Requeued) and (first := self.shelves.get(later[0])) is not None:
-            # A duplicate, too: the bus had forgotten the job, and another record of its id has run meanwhile.
+        elif isinstance(event, Duplicate):
+            # The bus had forgotten the job, and another record of its id has run meanwhile: see `balance`.
+            self._overtaken[later] = event.id
+        elif isinstance(event, Terminal | Undecodable) and (first := self.shelves.get(later[0])) is not None:
             at = later[1] - first.first
             if 0 <= at < len(first.marks) and first.marks[at]:
                 self._end(first, at, event, record)
@@ -216,11 +220,14 @@ class Books:
                 where = shelf.where(shelf.first + at)
                 self._tell(Breach("two_results", where, f"again at {_where(record)}", event.id))
             return
-        now = _number(event)
-        shelf.ends[at] = now
+        self._move(shelf, at, _number(event))
+
+    def _move(self, shelf: Shelf, at: int, outcome: int) -> None:
+        """From one column of its account to another."""
         totals = self._totals[shelf.accounts[at]]
-        totals[before] -= 1
-        totals[now] += 1
+        totals[shelf.ends[at]] -= 1
+        totals[outcome] += 1
+        shelf.ends[at] = outcome
 
     def _check_account(self, shelf: Shelf, at: int, event: OwnerEvent, record: Record) -> None:
         if isinstance(event, Duplicate | Rejected | DeadLettered | Undecodable):
@@ -261,6 +268,8 @@ class Books:
             while (at := shelf.ends.find(PUT_OFF, at + 1)) >= 0:
                 if (place, shelf.first + at) in waiting:
                     in_flight[shelf.accounts[at]] += 1
+                elif (overtaken := self._overtaken.get((place, shelf.first + at))) and overtaken in self.ended:
+                    self._move(shelf, at, _NUMBER["duplicate"])
                 else:
                     breaches.append(Breach("no_result", shelf.where(shelf.first + at)))
         return [

@@ -116,9 +116,9 @@ async def _run(options: ChaosOptions, fault: str, servers: Servers, folder: Path
         verdict.audit = sum(report.breaches.values())
         for breach in report.shown:
             verdict.breach(f"audit: {breach.code} {breach.where} {breach.detail}")
-        if verdict.resets and not FAULTS[fault].resets:
-            verdict.token_errors += verdict.resets
-            verdict.breach(f"readers were reset {verdict.resets} times although bus or worker survived")
+        if verdict.unexplained and not FAULTS[fault].resets:
+            verdict.token_errors += verdict.unexplained
+            verdict.breach(f"readers were reset {verdict.unexplained} times although bus or worker survived")
     return Result(
         pair=options.pair,
         fault=fault,

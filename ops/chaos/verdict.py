@@ -3,6 +3,7 @@ were shown."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import aclosing
 
@@ -37,6 +38,8 @@ class Verdict(msgspec.Struct, kw_only=True):
     tokens: int = 0
     readers: int = 0
     resets: int = 0
+    unexplained: int = 0
+    """Resets of readers of jobs that were published once: others may have watched the record that was not recorded."""
     lost: int = 0
     duplicated: int = 0
     wrong: int = 0
@@ -62,6 +65,8 @@ class _Found(msgspec.Struct):
     """What the log holds: ids by origin, how often each origin was settled, first terminal events by id."""
 
     records: dict[Origin, str] = {}
+    firsts: list[str] = []
+    """Ids, once for each record of a first attempt."""
     settled: dict[Origin, int] = {}
     ends: dict[str, Terminal] = {}
     late: int = 0
@@ -86,7 +91,9 @@ async def judge(
         verdict.breach(f"an event settles {origin}, where no record is")
     for job_id in set(found.records.values()):
         _judge_result(verdict, asked[job_id], found.ends.get(job_id))
+    once = {job_id for job_id, count in Counter(found.firsts).items() if count == 1}
     for job_id, transcript in transcripts.items():
+        verdict.unexplained += transcript.resets if job_id in once else 0
         _judge_reader(verdict, job_id, transcript, found.ends.get(job_id))
     return verdict
 
@@ -135,7 +142,10 @@ async def _read(job_log: JobLog, names: Names, pool: str) -> _Found:
 
 def _note_record(found: _Found, record: Record) -> None:
     origin = Origin(record.topic, record.partition, record.offset, record.time_ms)
-    found.records[origin] = read_job(record.value).id
+    job = read_job(record.value)
+    found.records[origin] = job.id
+    if job.attempt == 1:
+        found.firsts.append(job.id)
 
 
 def _note_event(found: _Found, event: Event) -> None:

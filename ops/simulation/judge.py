@@ -58,7 +58,8 @@ def _is_expected(wanted: Wanted, end: Terminal) -> bool:
         case "bad":
             return isinstance(end, Rejected)
         case "deadly":
-            return isinstance(end, DeadLettered) and end.reason == WORKER_CRASHED
+            # One that is too short never comes to its fatal token.
+            return whole or (isinstance(end, DeadLettered) and end.reason == WORKER_CRASHED)
         case _:
             return whole
 

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from fleet import POOL, WAIT_S, Fleet, empty
 
@@ -65,7 +64,7 @@ def assert_decoded_once(fleet: Fleet) -> None:
 
 def open_client(fleet: Fleet) -> Client:
     """One with connections of its own."""
-    where = msgspec.structs.asdict(fleet.endpoints)
+    where = {name: getattr(fleet.endpoints, name) for name in ("data", "kafka", "redis")}
     return Client(namespace=fleet.names.namespace, pool=POOL, **where)
 
 

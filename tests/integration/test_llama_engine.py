@@ -114,7 +114,7 @@ async def test_a_preempted_sequence_goes_on_as_if_nothing_had_happened(engine: E
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(), Sampling(temperature=1.5, top_p=0.9, repeat_penalty=1.2)])
 async def test_a_resumed_sequence_continues_with_the_same_tokens(engine: Engine, sampling: Sampling) -> None:
     whole = await engine.alone(1, "tell me", sampling=sampling)
-    resume = [Token(token, "") for token in whole[:9]]
+    resume = engine.seen.tokens[1][:9]
     assert await engine.alone(2, "tell me", sampling=sampling, resume=resume) == whole[9:]
 
 

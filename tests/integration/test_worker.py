@@ -245,8 +245,9 @@ async def test_a_deadline_that_passed_in_the_queue_is_named(fleet: Fleet) -> Non
 
 
 async def test_a_deadline_that_passes_while_decoding_keeps_what_there_is(fleet: Fleet) -> None:
-    async with fleet.running(fleet.make_worker(step_s=SLOW)):
-        await fleet.submit(Job(id="a", prompt=LONG, deadline=time.time() + 0.6))
+    async with fleet.running(fleet.make_worker(step_s=SLOW)) as worker:
+        await fleet.poll(lambda: bool(worker.info.claims))
+        await fleet.submit(Job(id="a", prompt=LONG, deadline=time.time() + 1.0))
         end = await fleet.wait_end("a")
     assert isinstance(end, Expired)
     assert end.stage == "decode"

@@ -128,9 +128,11 @@ def test_a_retry_that_another_record_of_its_id_has_overtaken_is_a_duplicate() ->
     first = job_record(0, Job(id="a", prompt="x"))
     case = Case().records(first, job_record(0, RETRIED, DELAY), job_record(1, RETRIED))
     case.events(event(RetryScheduled, origin(0)), event(Requeued, origin(0, DELAY)), event(Duplicate, origin(1)))
+    assert [breach.code for breach in case.books.balance()[1]] == ["no_result"]
+    case.records(job_record(2, Job(id="a", prompt="x"))).events(event(Completed, origin(2)))
     accounts, breaches = case.books.balance()
     assert breaches == []
-    assert accounts[0].outcomes == {"duplicate": 1}
+    assert accounts[0].outcomes == {"duplicate": 1, "completed": 1}
 
 
 def test_two_ends_of_one_job_by_two_records_are_two_results() -> None:
