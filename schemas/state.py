@@ -62,6 +62,7 @@ TERMINAL_STATUS: Final[dict[type[Terminal], Status]] = {
 HISTORY_MAX: Final = 1_000
 """Event offsets kept for `history`. A job that checkpoints for hours stays readable; later checkpoints drop out."""
 DUPLICATES_MAX: Final = 16
+CRASH_REPORTS_MAX: Final = 16
 
 
 class DuplicateRef(msgspec.Struct, frozen=True, array_like=True):
@@ -100,6 +101,8 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Those since it last gained a token between two of them."""
     crashes_alone: int = 0
     """Of all of them, with nothing else at work."""
+    crash_reports: list[str] = []
+    """Which reports these are, by worker and time: one whose publishing was not confirmed may lie in the log twice."""
     crash_tokens: int = 0
     """Its tokens at the last of them."""
     finish_reason: FinishReason | None = None
@@ -203,8 +206,12 @@ def _owned(state: JobState, event: OwnerEvent) -> dict[str, object]:
 
 
 def _crashed(state: JobState, event: Crashed) -> dict[str, object]:
+    report = f"{event.worker}@{event.time_ms}"
+    if report in state.crash_reports:
+        return {}
     gained = state.tokens > state.crash_tokens
     return {
+        "crash_reports": [*state.crash_reports, report][-CRASH_REPORTS_MAX:],
         "crashes": state.crashes + 1,
         "crashes_in_row": 1 if gained else state.crashes_in_row + 1,
         "crashes_alone": state.crashes_alone + event.alone,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,8 +15,13 @@ from arriero.workers.blame import conviction, verdict
 ORIGIN = Origin("t", 0, 1, 1)
 
 
+times = count(1)
+
+
 def crashed(alone: bool = False) -> Crashed:
-    return Crashed(id="a", time_ms=1, origin=ORIGIN, worker="w", operation="decode", signal="SIGSEGV", alone=alone)
+    return Crashed(
+        id="a", time_ms=next(times), origin=ORIGIN, worker="w", operation="decode", signal="SIGSEGV", alone=alone
+    )
 
 
 def started(tokens: int) -> Started:
@@ -75,3 +82,9 @@ def test_a_conviction_says_how_often() -> None:
     error = conviction(after(crashed(), crashed(), crashed(alone=True), crashed(alone=True)))
     assert error.code == "worker_crashed"
     assert "4 times" in error.message
+
+
+def test_a_report_that_lies_in_the_log_twice_counts_once() -> None:
+    first, second = crashed(), crashed(alone=True)
+    state = after(first, second, first, second, second)
+    assert (state.crashes, state.crashes_alone) == (2, 1)
