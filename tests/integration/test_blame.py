@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
@@ -187,16 +188,17 @@ async def test_kills_freezes_deploys_and_fencings_blame_nobody(fleet: Fleet, tmp
                 continue  # the deploy before has come to its end
             what = rng.choice(["kill", "kill", "freeze", "long freeze", "deploy"])
             done[what] += 1
-            match what:
-                case "kill":
-                    os.kill(victim.pid, signal.SIGKILL)
-                case "deploy":
-                    os.kill(victim.pid, signal.SIGTERM)
-                case _:
-                    pid = victim.pid
-                    os.kill(pid, signal.SIGSTOP)
-                    await asyncio.sleep(rng.uniform(0.1, 0.5) if what == "freeze" else 2 * WATCHDOG_S)
-                    os.kill(pid, signal.SIGCONT)
+            pid = victim.pid
+            with contextlib.suppress(ProcessLookupError):  # it has ended this moment
+                match what:
+                    case "kill":
+                        os.kill(pid, signal.SIGKILL)
+                    case "deploy":
+                        os.kill(pid, signal.SIGTERM)
+                    case _:
+                        os.kill(pid, signal.SIGSTOP)
+                        await asyncio.sleep(rng.uniform(0.1, 0.5) if what == "freeze" else 2 * WATCHDOG_S)
+                        os.kill(pid, signal.SIGCONT)
         for job_id in ids:
             assert isinstance(await fleet.wait_end(job_id), Completed)
         resumed = sum(1 for event in fleet.events if isinstance(event, Started) and event.from_token)
