@@ -10,7 +10,7 @@ import pytest
 from arriero.ops.chaos.faults import FAULTS
 from arriero.ops.chaos.run import ChaosOptions, Result, run_chaos
 
-SHORT_REAL = ("worker-kill", "worker-point", "bus-and-worker", "broker-kill", "network-cut")
+SHORT_REAL = ("worker-kill", "worker-point", "bus-and-worker", "network-cut")
 """Of the real pair's faults those that no other suite meets; each of the others costs half a minute, too."""
 
 CASES = [
