@@ -36,7 +36,13 @@ ENGINE_DIED: Final = 70
 FAULTS: Final = frozenset((signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL))
 CRASHES_KEPT: Final = 200
 """Jobs that a supervisor remembers; a report names as many as a batch holds."""
-_THREAD: Final = re.compile(rb"^Current thread 0x([0-9a-f]+)", re.MULTILINE)
+_FRAME: Final = re.compile(rb'^  File "[^"\n]*?([^"/\n]+)", line \d+ in (\w+)', re.MULTILINE)
+_DOING: Final[dict[tuple[bytes, bytes], tuple[Operation, ...]]] = {
+    (b"turns.py", b"turn"): ("prefill", "decode"),
+    (b"runner.py", b"_prepare"): ("tokenise",),
+    (b"intake.py", b"_admit"): ("read",),
+}
+"""What a thread is doing, by the function through which each operation goes."""
 AGAIN_S: Final = 1.0
 """Between two tries to publish a report while the log is away."""
 
@@ -87,7 +93,7 @@ def crash_report(
 
 @contextlib.contextmanager
 def tell_faults(path: Path | None) -> Iterator[None]:
-    """This process writes beside its recorder which thread dies of a fault; not without one, nor without room."""
+    """This process writes beside its recorder in what code it dies of a fault; not without one, nor without room."""
     try:
         file = fault_file(path).open("wb", buffering=0) if path is not None else None
     except OSError:
@@ -96,7 +102,8 @@ def tell_faults(path: Path | None) -> Iterator[None]:
         yield
         return
     with file:
-        faulthandler.enable(file, all_threads=True)
+        # Its own thread only: the others run on, and to walk their frames meanwhile is a fault of its own.
+        faulthandler.enable(file, all_threads=False)
         try:
             yield
         finally:
@@ -113,8 +120,11 @@ def _fault_lanes(path: Path) -> Collection[int]:
         words = fault_file(path).read_bytes()
     except OSError:
         return ()
-    found = _THREAD.search(words)
-    return lanes_of(path, int(found[1], 16)) if found is not None else ()
+    for frame in _FRAME.finditer(words):  # the innermost first
+        doing = _DOING.get((frame[1], frame[2]))
+        if doing is not None:
+            return lanes_of(path, doing)
+    return ()
 
 
 def _cause(status: int, *, stuck: bool, out_of_memory: bool) -> str:

@@ -36,8 +36,8 @@ LABEL_BYTES: Final = 640
 """An id of 200 characters, a topic of 250, and three numbers, as JSON. A longer one is not written."""
 PREPARE_LANES: Final = 8
 SLOTS_MAX: Final = 256
-_HEAD: Final = struct.Struct("<BQQH")
-"""A lane: operation, how many operations were begun, the thread, length of its label."""
+_HEAD: Final = struct.Struct("<BQH")
+"""A lane: operation, how many operations were begun, length of its label."""
 _LANE_BYTES: Final = _HEAD.size + LABEL_BYTES
 _LANES: Final = 1 + PREPARE_LANES
 ENGINE_LANE: Final = _LANES
@@ -127,7 +127,7 @@ class FlightRecorder:
                 mask |= 1 << slot
             self._map[_MASK:_SLOTS] = mask.to_bytes(SLOTS_MAX // 8, "little")
             self._counts[-1] += 1
-            _HEAD.pack_into(self._map, _ENGINE, OPERATIONS.index(operation), self._counts[-1], threading.get_ident(), 0)
+            _HEAD.pack_into(self._map, _ENGINE, OPERATIONS.index(operation), self._counts[-1], 0)
 
     def _write(self, lane: int, operation: Operation, label: str) -> None:
         if self._map is not None:
@@ -135,9 +135,7 @@ class FlightRecorder:
             at = lane * _LANE_BYTES
             self._map[at + _HEAD.size : at + _HEAD.size + len(data)] = data
             self._counts[lane] += 1
-            _HEAD.pack_into(
-                self._map, at, OPERATIONS.index(operation), self._counts[lane], threading.get_ident(), len(data)
-            )
+            _HEAD.pack_into(self._map, at, OPERATIONS.index(operation), self._counts[lane], len(data))
 
 
 def read_flight(path: Path, lanes: Collection[int] | None = None) -> Flight | None:
@@ -154,13 +152,13 @@ def read_flight(path: Path, lanes: Collection[int] | None = None) -> Flight | No
         if lanes is not None and lane not in lanes:
             continue
         at = lane * _LANE_BYTES
-        operation, _, _, length = _HEAD.unpack_from(data, at)
+        operation, _, length = _HEAD.unpack_from(data, at)
         named = _named(data[at + _HEAD.size : at + _HEAD.size + length])
         if 0 < operation < len(OPERATIONS) and named is not None:
             elsewhere = OPERATIONS[operation]
             jobs[named.id] = named
     operation, *_ = _HEAD.unpack_from(data, _ENGINE)
-    engine: Operation = OPERATIONS[operation] if operation < len(OPERATIONS) else "idle"
+    engine = _operation(operation)
     if lanes is not None and ENGINE_LANE not in lanes:
         engine = "idle"
     if engine in ("prefill", "decode"):
@@ -185,6 +183,10 @@ def _cut(label: str) -> bytes:
     return data if len(data) <= LABEL_BYTES else b""
 
 
+def _operation(number: int) -> Operation:
+    return OPERATIONS[number] if number < len(OPERATIONS) else "idle"
+
+
 def _named(label: bytes) -> Named | None:
     try:
         job_id, origin = msgspec.json.decode(label, type=tuple[str, Origin])
@@ -206,16 +208,9 @@ def progress(path: Path) -> tuple[tuple[int, int], ...]:
     return tuple(_HEAD.unpack_from(data, lane * _LANE_BYTES)[:2] for lane in range(_LANES + 1))
 
 
-def lanes_of(path: Path, thread: int) -> frozenset[int]:
-    """Those in which this thread (`threading.get_ident()`) has an operation under way."""
-    try:
-        data = path.read_bytes()
-    except OSError:
-        return frozenset()
-    if len(data) < _SIZE:
-        return frozenset()
-    heads = (_HEAD.unpack_from(data, lane * _LANE_BYTES) for lane in range(_LANES + 1))
-    return frozenset(lane for lane, (operation, _, owner, _) in enumerate(heads) if operation and owner == thread)
+def lanes_of(path: Path, operations: Collection[Operation]) -> frozenset[int]:
+    """Those in which one of these operations is under way."""
+    return frozenset(lane for lane, (number, _) in enumerate(progress(path)) if _operation(number) in operations)
 
 
 def stuck_lanes(before: tuple[tuple[int, int], ...], now: tuple[tuple[int, int], ...]) -> frozenset[int]:

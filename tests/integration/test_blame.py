@@ -40,6 +40,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Short pauses between two lives, and a kernel that counts in a file."""
     monkeypatch.setattr(supervisor, "BACKOFF_FIRST_S", 0.05)
     monkeypatch.setattr(supervisor, "BACKOFF_MAX_S", 0.1)
+    monkeypatch.setattr("fleet.WAIT_S", 100.0)  # each crash costs a Kafka group its session timeout
     counter = tmp_path / "memory.events"
     counter.write_text("oom_kill 0\n")
     monkeypatch.setenv(deadly_child.OOM_VARIABLE, str(counter))

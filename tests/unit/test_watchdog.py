@@ -41,6 +41,7 @@ report.ready()
 signal.pause()
 """
 GOES_ON = """
+recorder.step("decode", [0, 1])
 report.ready()
 while True:
     recorder.step("decode", [0, 1])
@@ -115,12 +116,17 @@ async def test_a_fault_is_blamed_on_what_its_own_thread_was_doing() -> None:
     body = """
     import ctypes
     from arriero.ops.crashes import tell_faults
+    from arriero.schemas.clock import SystemClock
+    from arriero.workers.engine.runner import EngineRunner
+    class Deadly:
+        def prepare(self, job):
+            ctypes.string_at(0)
     telling = tell_faults(Path(os.environ[FLIGHT_VARIABLE]))
     telling.__enter__()
+    runner = EngineRunner(Deadly, print, SystemClock(), recorder=recorder)
     def tokenise():
         time.sleep(0.1)
-        with recorder.tokenising(name(7)):
-            ctypes.string_at(0)
+        runner._prepare(Deadly(), None, name(7))
     threading.Thread(target=tokenise, daemon=True).start()
     """
     async with running(textwrap.dedent(body) + GOES_ON) as watched:
