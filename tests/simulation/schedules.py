@@ -8,6 +8,7 @@ from typing import Any
 from arriero.ops.simulation.faults import Drawn, forget_everything, forget_ledgers, recreate
 from arriero.ops.simulation.fleet import POOL, SimulatedFleet
 from arriero.ops.simulation.scenario import Prepare
+from arriero.workers.stream import TAKE_PATIENCE_S
 
 Script = Callable[[SimulatedFleet], Coroutine[Any, Any, None]]
 SCHEDULES: dict[str, Prepare] = {}
@@ -76,13 +77,29 @@ async def dying_with_commits_under_way(fleet: SimulatedFleet) -> None:
 
 @schedule
 async def waking_up_as_nobody(fleet: SimulatedFleet) -> None:
-    """Workers stand still for longer than their lease, one after the other, in the middle of what they decode."""
-    for _ in range(3):
-        for name in ("w0", "w1", "w2"):
-            host = fleet.hosts[name]
-            host.freeze()
-            await asleep(fleet, 2.6)
-            host.thaw()
+    """Workers stand still for longer than their lease, one after the other, in the middle of what they decode. Back
+    again, they hear nothing from the log for a while, and go on streaming."""
+    for name in ("w0", "w1", "w2"):
+        host = fleet.hosts[name]
+        host.freeze()
+        await asleep(fleet, 2.1)
+        fleet.log_file.cut_off.add(name)
+        host.thaw()
+        await asleep(fleet, 0.7)
+        fleet.log_file.cut_off.clear()
+
+
+@schedule
+async def taking_over_without_the_bus(fleet: SimulatedFleet) -> None:
+    """Jobs go on from their checkpoints, and there is a longer text of another run when the bus is back."""
+    await asleep(fleet, 1.0)
+    fleet.bus_forgot = True  # as good as that: readers are reset to the checkpoints
+    fleet.bus_file.weather.away = True
+    for name, host in list(fleet.hosts.items()):
+        if name.startswith("w"):
+            host.kill()
+    await asleep(fleet, TAKE_PATIENCE_S + 2.0)
+    fleet.bus_file.weather.away = False
 
 
 @schedule
