@@ -18,6 +18,7 @@ from arriero.transports.embedded.records import Place
 from arriero.transports.ledger import Ledger
 from arriero.transports.log import Gained
 from arriero.transports.rebuild import Rebuild
+from arriero.workers.checkpoints import Checkpoints
 from arriero.workers.commit import Committer
 from arriero.workers.desk import Desk
 from arriero.workers.relay import Relay
@@ -186,6 +187,29 @@ def stream_ended_with_what_it_holds() -> AbstractContextManager[object]:
         return finish(self, job, request)
 
     return patch.object(streams.Streams, "finish", leave)
+
+
+@mutant
+def checkpoints_of_another_job() -> AbstractContextManager[object]:
+    """A checkpoint is known by the root alone, which a topic that was made anew gives to another job."""
+    add = Checkpoints._read
+
+    async def read(self: Any, *arguments: Any) -> Any:
+        found = await add(self, *arguments)
+        return _ByRoot({root: checkpoint for (_, root), checkpoint in found.items()})
+
+    return patch.object(Checkpoints, "_read", read)
+
+
+class _ByRoot(dict[str, Any]):
+    def get(self, key: Any, default: Any = None) -> Any:
+        return super().get(key[1], default)
+
+
+@mutant
+def rebuild_beyond_the_end() -> AbstractContextManager[object]:
+    """Offsets that hold no record yet count as settled where an event names later ones."""
+    return patch.object(Rebuild, "cut", lambda self, end: None)
 
 
 @mutant

@@ -14,13 +14,14 @@ SEEDS_MAX: Final = 40
 """Most are caught by the first few."""
 AIMED: Final = {
     "anothers_continuation_kept": "standing_still_in_doubt",
+    "checkpoints_of_another_job": "topics_made_anew",
     "ledger_read_before_fencing": "dying_with_commits_under_way",
     "lineage_ignored": "taking_over_without_the_bus",
     "rebuild_unchecked": "topics_made_anew",
+    "rebuild_beyond_the_end": "topics_made_anew",
     "rebuild_left_out": "ledgers_lost_again_and_again",
     "stamp_unchecked": "topics_made_anew_under_their_ledgers",
     "streams_fence_unchecked": "waking_up_as_nobody",
-    "checkpoints_ignored": "everything_lost_but_the_log",
 }
 
 
