@@ -207,6 +207,7 @@ def forget_ledgers(fleet: SimulatedFleet) -> None:
     for name, host in list(fleet.hosts.items()):
         if _is_worker(name):
             host.kill()
+    fleet.ledgers_forgot = True
     group = fleet.names.workers_group(POOL)
     fleet.log_file.connection.execute("DELETE FROM leases WHERE grp = ?", (group,))
 

@@ -41,7 +41,7 @@ EPOCH_S: Final = 1_760_000_000.0
 POOL: Final = "default"
 PARTITIONS: Final = 2
 SLOTS: Final = 4
-STEP_S: Final = 0.02
+STEP_S: Final = 0.04
 """Of the engine."""
 ACCENT_SHIFT: Final = 32
 """Echoed tokens are smaller."""
@@ -205,6 +205,7 @@ class SimulatedFleet:
         """Told of each crash report in the moment of the crash."""
         self.bus_forgot = False
         """Whether the bus has lost anything."""
+        self.ledgers_forgot = False
         self.log_deleted = False
         """Whether somebody has deleted a topic with jobs that were not done."""
         self.script: asyncio.Task[None] | None = None

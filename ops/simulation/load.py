@@ -25,6 +25,8 @@ WEIGHTS: Final[dict[Kind, int]] = {
     "garbage": 3,
     "deadly": 1,
 }
+PROMPT_MAX_CHARS: Final = 100
+"""A third of that are tokens: enough for several faults to strike one generation, and each costs time."""
 DEADLY_MAX: Final = 1
 """Jobs that crash their workers, of a run: each costs five crashes at worst, and innocents that are in hand at five
 crashes are convicted with them."""
@@ -50,7 +52,7 @@ class MixedLoad(Load):
         deadly = sum(wanted.kind == "deadly" for wanted in self.wanted.values())
         if kind == "deadly" and deadly == DEADLY_MAX:
             kind = "plain"
-        job = asked.job
+        job = msgspec.structs.replace(asked.job, prompt=(asked.job.prompt or "")[:PROMPT_MAX_CHARS])
         if kind == "deadly":
             job = msgspec.structs.replace(job, prompt=self._rng.choice(MARKERS) + (job.prompt or ""))
         elif kind == "late":

@@ -38,7 +38,8 @@ class SimulationOptions(msgspec.Struct, frozen=True, kw_only=True):
     jobs: int = 50
     workers: int = 3
     faults: int = 12
-    storm_s: float = 8.0
+    storm_s: float = 5.0
+    """About as long as the jobs take: faults that strike an idle fleet show little."""
     rate: float = 20.0
     """Jobs a second."""
 
@@ -95,9 +96,9 @@ class _Run:
                 # 3.
                 async with asyncio.timeout(REST_MAX_S):
                     await publishing
-                    await asyncio.sleep(options.storm_s)
+                    await asyncio.sleep(options.storm_s - self._loop.time())
                     await self._rest(client)
-                await load.finish_reading(REST_MAX_S)
+                await load.finish_reading(REST_MAX_S if not fleet.log_deleted else REST_POLL_S)
                 # 4.
                 jobs = len(load.asked)
                 broken = self._watch.broken or await judge(client.log, fleet, self._watch, load)

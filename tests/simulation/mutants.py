@@ -20,7 +20,6 @@ from arriero.transports.log import Gained
 from arriero.transports.rebuild import Rebuild
 from arriero.workers.checkpoints import Checkpoints
 from arriero.workers.commit import Committer
-from arriero.workers.desk import Desk
 from arriero.workers.relay import Relay
 
 Mutant = Callable[[], AbstractContextManager[object]]
@@ -210,12 +209,6 @@ class _ByRoot(dict[str, Any]):
 def rebuild_beyond_the_end() -> AbstractContextManager[object]:
     """Offsets that hold no record yet count as settled where an event names later ones."""
     return patch.object(Rebuild, "cut", lambda self, end: None)
-
-
-@mutant
-def duplicates_run() -> AbstractContextManager[object]:
-    """Two records of one id are two jobs."""
-    return patch.object(Desk, "first_of", lambda self, job_id, root, attempt: None)
 
 
 @mutant

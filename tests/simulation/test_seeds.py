@@ -6,9 +6,9 @@ import pytest
 
 from arriero.ops.simulation.scenario import SimulationOptions, simulate
 
-SEEDS = 250
-"""Of 50 jobs each: a minute of two cores."""
-CHUNK = 50
+SEEDS = 1_000
+"""Of 50 jobs each: three minutes of two cores."""
+CHUNK = 100
 
 
 @pytest.mark.timeout(600)
