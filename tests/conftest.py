@@ -6,8 +6,8 @@ import os
 import random
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 
 import pytest
@@ -55,7 +55,7 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="session")
-def real_pair(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Iterator[testbed.Pair]:
+def real_pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> testbed.Pair:
     """One real Kafka and one real Redis for the whole run, whatever its number of processes.
 
     ARRIERO_TEST_KAFKA and ARRIERO_TEST_REDIS point at a pair that runs already (`python -m arriero.ops.testbed`
@@ -63,8 +63,7 @@ def real_pair(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Itera
     """
     running = testbed.Pair(os.environ.get("ARRIERO_TEST_KAFKA", ""), os.environ.get("ARRIERO_TEST_REDIS", ""))
     if all(running):
-        yield running
-        return
+        return running
     lacking = testbed.missing()
     if lacking is not None and os.environ.get("ARRIERO_DEMAND_REAL") == "1":
         pytest.fail(lacking)
@@ -73,8 +72,10 @@ def real_pair(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Itera
     base = tmp_path_factory.getbasetemp()
     folder = (base if worker_id == "master" else base.parent) / "testbed"
     folder.mkdir(exist_ok=True)
-    with testbed.share_pair(folder) as pair:
-        yield pair
+    shared = ExitStack()
+    # Leaving waits for the other processes' last test, which may take longer than the teardown of one of ours may.
+    request.config.add_cleanup(shared.close)
+    return shared.enter_context(testbed.share_pair(folder))
 
 
 @pytest.fixture(scope="session")

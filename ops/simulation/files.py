@@ -26,6 +26,8 @@ from arriero.transports.embedded.writer import Work
 
 T = TypeVar("T")
 
+STALL_S: Final = 2.0
+"""Shorter than a takeover waits for the bus (TAKE_PATIENCE_S): one that is silent for longer counts as lost."""
 RING_LATE_S: Final = 0.3
 EXIT_SEEN_S: Final = 0.002
 """How soon the end of a process shows to those that watch it."""
@@ -39,7 +41,7 @@ class Weather(msgspec.Struct):
     away: bool = False
     latency_s: float = 0.002
     stall: float = 0.0
-    """Of a call that takes a thousand times as long."""
+    """Of a call that takes as long as STALL_S."""
     ring_late: float = 0.02
     """Of a ring that takes as long as RING_LATE_S: a process that is busy, or was stopped, hears of the others late."""
 
@@ -174,8 +176,8 @@ class SimulatedDatabase:
 
     def _latency_s(self) -> float:
         weather, rng = self._file.weather, self._world.rng
-        latency_s = rng.uniform(0.0, weather.latency_s)
-        return latency_s * 1_000 if weather.stall and rng.random() < weather.stall else latency_s
+        stalls = weather.stall and rng.random() < weather.stall
+        return rng.uniform(0.0, STALL_S if stalls else weather.latency_s)
 
 
 class _Bells:

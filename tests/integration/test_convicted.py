@@ -21,13 +21,14 @@ class FastClock(SystemClock):
         return super().time() + 600
 
 
-async def report(fleet: Fleet, job_id: str, placed: Placed, times: int = 2) -> None:
-    """Crashes with this job alone in hand, and their projection."""
+async def report(fleet: Fleet, job_id: str, placed: Placed, times: int = 2, *, alone: bool = True) -> None:
+    """That many crashes with this job in hand, and their projection."""
     origin = Origin(placed.topic, placed.partition, placed.offset, placed.time_ms)
-    crashed = Crashed(
-        id=job_id, time_ms=1, origin=origin, worker="w0", operation="decode", signal="SIGSEGV", alone=True
+    crashes = (
+        Crashed(id=job_id, time_ms=time, origin=origin, worker="w0", operation="decode", signal="SIGSEGV", alone=alone)
+        for time in range(times)  # reports of one time are one report
     )
-    await fleet.publish(*[Outgoing(fleet.names.events, job_id.encode(), encode(crashed))] * times)
+    await fleet.publish(*(Outgoing(fleet.names.events, job_id.encode(), encode(crash)) for crash in crashes))
     await fleet.wait_state(job_id, lambda state: state.crashes == times)
 
 
@@ -61,10 +62,7 @@ async def test_a_publishers_clock_that_is_ahead_hides_no_convict(fleet: Fleet) -
 async def test_who_crashed_workers_with_others_runs_alone_and_may_finish(fleet: Fleet) -> None:
     async with fleet.projecting():
         (placed,) = await fleet.submit(Job(id="a", prompt="abc"))
-        origin = Origin(placed.topic, placed.partition, placed.offset, placed.time_ms)
-        crashed = Crashed(id="a", time_ms=1, origin=origin, worker="w0", operation="decode", signal="SIGSEGV")
-        await fleet.publish(*[Outgoing(fleet.names.events, b"a", encode(crashed))] * 4)
-        await fleet.wait_state("a", lambda state: state.crashes == 4)
+        await report(fleet, "a", placed, times=4, alone=False)
         async with fleet.running(fleet.make_worker()):
             assert isinstance(await fleet.wait_end("a"), Completed)
 
