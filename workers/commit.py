@@ -303,7 +303,8 @@ class Committer(Generic[P]):
     async def _commit(self, claim: Claim, records: Sequence[Outgoing]) -> bool | None:
         """Whether it is recorded; None when nobody knows."""
         settled = [item.settles for item in self._in_flight if item.settles is not None]
-        running = [held.since_ms for at, held in self.pending.items() if held is not None and at not in settled]
+        left = self.pending.keys() - settled
+        running = [held.since_ms for at in left if (held := self.pending[at]) is not None]
         oldest_ms = _oldest([*running, self._left_ms, self.inherited.since_ms])
         began = self._clock.monotonic()
         try:
