@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -36,6 +37,9 @@ SETTINGS_VARIABLE: Final = "ARRIERO_CHILD_SETTINGS"
 
 FAILPOINTS_VARIABLE: Final = "ARRIERO_FAILPOINTS"
 """For crash tests: `NAME:COUNT,...` kills this child when it reaches one of these points for the COUNT-th time."""
+
+GC_THRESHOLDS: Final = (50_000, 20, 20)
+"""Python's own look for cycles after every 700 new objects: a sixth of a busy worker's time."""
 
 log = structlog.get_logger(__name__)
 
@@ -99,6 +103,10 @@ class _Life:
         with contextlib.ExitStack() as stack:
 
             def say_ready(**info: object) -> None:
+                # What is there now stays. Of what comes next to nothing is a cycle: looking for them seldom is enough.
+                gc.collect()
+                gc.freeze()
+                gc.set_threshold(*GC_THRESHOLDS)
                 # Until now it held nothing that needs an end, and SIGTERM killed it: loading cannot be interrupted.
                 stack.enter_context(stop_signals(self._request))
                 self.ready = True

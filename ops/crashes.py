@@ -39,7 +39,7 @@ CRASHES_KEPT: Final = 200
 _FRAME: Final = re.compile(rb'^  File "[^"\n]*?([^"/\n]+)", line \d+ in (\w+)', re.MULTILINE)
 _DOING: Final[dict[tuple[bytes, bytes], tuple[Operation, ...]]] = {
     (b"turns.py", b"turn"): ("prefill", "decode"),
-    (b"runner.py", b"_prepare"): ("tokenise",),
+    (b"runner.py", b"prepare_one"): ("tokenise",),
     (b"intake.py", b"_admit"): ("read",),
 }
 """What a thread is doing, by the function through which each operation goes."""

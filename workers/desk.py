@@ -213,10 +213,12 @@ class Desk:
 
     def on_step(self, report: StepReport) -> None:
         now = self._clock.monotonic()
+        tokens = 0
         for update in report.updates:
             held = self._held.get(update.key)
             if held is not None and not held.over:  # else it was dropped while the step ran
                 self._update(held, update, now)
+                tokens += len(update.tokens)
         timings, metrics = report.timings, self._metrics
         metrics.decode_time.observe(timings.decode_s)
         metrics.sample_time.observe(timings.sample_s)
@@ -226,6 +228,7 @@ class Desk:
         metrics.waiting.set(self.waiting)
         metrics.kv_used.set(timings.kv_used)
         metrics.prompt_tokens.inc(timings.prefill_tokens)
+        metrics.generation_tokens.inc(tokens)
 
     def _update(self, held: Held, update: Update, now: float) -> None:
         if update.admitted:
@@ -247,7 +250,8 @@ class Desk:
         held.started_ms, held.admitted = time_ms, now
         held.since_ms = held.since_ms or time_ms
         self._leave_room(held)
-        self._metrics.suspects.inc(held.alone)
+        if held.alone:
+            self._metrics.suspects.inc()
         held.committer.add(held.started(time_ms), lazy=True)
         self._metrics.queue_time[held.priority].observe(max(0.0, now - held.arrived))
 
@@ -259,7 +263,6 @@ class Desk:
             self._metrics.ttft[held.priority].observe(max(0.0, now - held.arrived))
         held.last_token = now
         held.tokens += update.tokens
-        self._metrics.generation_tokens.inc(len(update.tokens))
         self.streams.feed(held.stream)
 
     def _ended(self, held: Held, ending: Ending) -> None:

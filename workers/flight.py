@@ -14,11 +14,11 @@ reader takes a lane that was half written for what it says.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import struct
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Final, Literal
 
@@ -89,28 +89,13 @@ class FlightRecorder:
             self._map.close()
             self._map = None
 
-    @contextlib.contextmanager
-    def reading(self, label: str) -> Iterator[None]:
+    def reading(self, label: str) -> AbstractContextManager[None]:
         """A record is decoded by the event loop."""
-        self._write(0, "read", label)
-        try:
-            yield
-        finally:
-            self._write(0, "idle", "")
+        return _Under(self, "read", label)
 
-    @contextlib.contextmanager
-    def tokenising(self, label: str) -> Iterator[None]:
+    def tokenising(self, label: str) -> AbstractContextManager[None]:
         """A prompt is prepared, in any thread."""
-        with self._lock:
-            lane = self._free.pop() if self._free else 0
-        try:
-            self._write(lane, "tokenise", label)
-            yield
-        finally:
-            self._write(lane, "idle", "")
-            if lane:
-                with self._lock:
-                    self._free.append(lane)
+        return _Under(self, "tokenise", label)
 
     def seated(self, slot: int, label: str) -> None:
         """From now on this slot's steps are this job's."""
@@ -129,6 +114,21 @@ class FlightRecorder:
             self._counts[-1] += 1
             _HEAD.pack_into(self._map, _ENGINE, OPERATIONS.index(operation), self._counts[-1], 0)
 
+    def begin(self, operation: Operation, label: str) -> int:
+        """An operation other than the engine's begins; the lane to `end` it in."""
+        lane = 0
+        if operation == "tokenise":
+            with self._lock:
+                lane = self._free.pop() if self._free else 0
+        self._write(lane, operation, label)
+        return lane
+
+    def end(self, lane: int) -> None:
+        self._write(lane, "idle", "")
+        if lane:
+            with self._lock:
+                self._free.append(lane)
+
     def _write(self, lane: int, operation: Operation, label: str) -> None:
         if self._map is not None:
             data = _cut(label)
@@ -136,6 +136,21 @@ class FlightRecorder:
             self._map[at + _HEAD.size : at + _HEAD.size + len(data)] = data
             self._counts[lane] += 1
             _HEAD.pack_into(self._map, at, OPERATIONS.index(operation), self._counts[lane], len(data))
+
+
+class _Under:
+    """One operation; of every job there are two, and a generator in its place takes three times as long."""
+
+    __slots__ = ("_label", "_lane", "_operation", "_recorder")
+
+    def __init__(self, recorder: FlightRecorder, operation: Operation, label: str) -> None:
+        self._recorder, self._operation, self._label = recorder, operation, label
+
+    def __enter__(self) -> None:
+        self._lane = self._recorder.begin(self._operation, self._label)
+
+    def __exit__(self, *exc: object) -> None:
+        self._recorder.end(self._lane)
 
 
 def read_flight(path: Path, lanes: Collection[int] | None = None) -> Flight | None:

@@ -77,15 +77,18 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
     last_token: float = 0.0
     checkpointed: int = 0
     """How many of the tokens Progressed events carry."""
+    label: str = ""
+    """What names it in a crash report."""
+    _every_event: dict[str, Any] = {}
+
+    def __post_init__(self) -> None:
+        self.label = label_of(self.job.id, self.origin)
+        own = {"attempt": self.job.attempt, "root": self.root, "tenant": self.job.tenant}
+        self._every_event = about(self.job.id, self.origin, self.priority, 0) | own
 
     @property
     def root(self) -> str:
         return self.stream.root
-
-    @property
-    def label(self) -> str:
-        """What names it in a crash report."""
-        return label_of(self.job.id, self.origin)
 
     @property
     def usage(self) -> Usage:
@@ -174,15 +177,17 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
         return Duplicate(**self._owner(time_ms), digest=self.digest, first_root=first_root, body_differs=body_differs)
 
     def _owner(self, time_ms: int) -> dict[str, Any]:
-        return about(self.job.id, self.origin, self.priority, time_ms) | {
-            "attempt": self.job.attempt,
-            "root": self.root,
-            "tenant": self.job.tenant,
-        }
+        return {**self._every_event, "time_ms": time_ms}
 
     def _terminal(self, time_ms: int, tail: str = "") -> dict[str, Any]:
         output = Output(tokens=self.tokens, tail=tail, lineage=self.stream.lineage)
-        return self._owner(time_ms) | {"digest": self.digest, "output": output, "usage": self.usage}
+        return {
+            **self._every_event,
+            "time_ms": time_ms,
+            "digest": self.digest,
+            "output": output,
+            "usage": self.usage,
+        }
 
 
 def about(job_id: str, origin: Origin, priority: PriorityClass | None, time_ms: int) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import structlog
 
 from arriero.schemas.clock import Clock, now_ms
 from arriero.schemas.errors import ArrieroError, BadJob, LogError, Undecodable
-from arriero.schemas.event import Error
+from arriero.schemas.event import Error, Origin
 from arriero.schemas.job import Job
 from arriero.schemas.names import Names, parse_job_topic
 from arriero.schemas.state import JobState
@@ -35,6 +35,7 @@ from arriero.workers.checkpoints import Checkpoints, Found
 from arriero.workers.commit import Committer
 from arriero.workers.desk import Desk
 from arriero.workers.door import check_record, duplicate_refused, origin_of, owner_elsewhere, refusal
+from arriero.workers.engine.seam import Prepared
 from arriero.workers.flight import FlightRecorder, label_of
 from arriero.workers.held import Held
 from arriero.workers.known import KnownJobs
@@ -43,7 +44,7 @@ from arriero.workers.stream import TAKE_PATIENCE_S, Stream
 
 log = structlog.get_logger(__name__)
 
-READ_MOST: Final = 64
+READ_MOST: Final = 256
 """Records of one batch: enough to share a call to the bus, few enough that the first does not wait for the last."""
 CHECKPOINTS_AGAIN_S: Final = 1.0
 REPORTS_S: Final = 0.3
@@ -62,7 +63,7 @@ class Intake:
         *,
         desk: Desk,
         job_log: JobLog,
-        prepare: Callable[[Job, str], Awaitable[list[int]]],
+        prepare: Callable[[Sequence[tuple[Job, str]]], Awaitable[list[Prepared]]],
         recorder: FlightRecorder,
         known: KnownJobs,
         digests: str,
@@ -110,24 +111,27 @@ class Intake:
         4. open the streams 5. ask the log for what the bus has forgotten 6. decide and submit."""
         jobs: list[Held] = []
         # 1.
-        old = [record for record in records if self._may_have_crashed(record)]
+        origins = {record.offset: origin_of(record) for record in records}
+        roots = {offset: str(origin) for offset, origin in origins.items()}
+        # A former owner can have had these in hand.
+        old = {one.offset for one in records if self._is_old(one) or roots[one.offset] in self._known}
         if old and self._reports_due:
             self._reports_due = False
             await asyncio.sleep(REPORTS_S)
-        suspects = await self._known.states(str(origin_of(record)) for record in old)
+        suspects = await self._known.states(roots[offset] for offset in sorted(old))
         for record in records:
-            origin = origin_of(record)
-            state = suspects.get(str(origin))
+            origin, root = origins[record.offset], roots[record.offset]
+            state = suspects.get(root)
             try:
                 if state is not None and verdict(state) == "convicted":
                     raise Undecodable(conviction(state).message, code=WORKER_CRASHED)
-                with self._recorder.reading(label_of(str(origin), origin)):
+                with self._recorder.reading(label_of(root, origin)):
                     job, digest = check_record(record, self._priority, self._model_names)
             except (BadJob, Undecodable) as error:
                 await self._refuse(record, error)
                 continue
             # 2.
-            held = self._hold(record, job, digest)
+            held = self._hold(record, origin, root, job, digest)
             first = self._desk.first_of(job.id, held.root, job.attempt)
             if first is None:
                 self._desk.take(held)
@@ -138,15 +142,12 @@ class Intake:
                 self._committer.add(event, settles=record.offset)
         reach("intake.held")
         # 3.
-        read_before = {record.offset for record in old}
         await self._judge(
-            held
-            for held in jobs
-            if held.origin.offset in read_before or held.job.attempt > 1 or held.job.id in self._known
+            held for held in jobs if held.origin.offset in old or held.job.attempt > 1 or held.job.id in self._known
         )
         jobs = [held for held in jobs if not held.over]
-        prepared = await asyncio.gather(*(self._tokenise(held) for held in jobs))
-        ready = [held for held, is_ready in zip(jobs, prepared, strict=True) if is_ready]
+        await self._tokenise([held for held in jobs if not self._is_late(held.job)])  # a late one is not worth it
+        ready = [held for held in jobs if not held.over]
         if not ready:
             return
         # 4.
@@ -167,10 +168,6 @@ class Intake:
         for held, answer in zip(ready, answers, strict=True):
             self._decide(held, answer, states.get(held.job.id))
         reach("intake.submitted")
-
-    def _may_have_crashed(self, record: Record) -> bool:
-        """Whether a former owner can have had it in hand."""
-        return self._is_old(record) or str(origin_of(record)) in self._known
 
     def _is_old(self, record: Record) -> bool:
         return record.offset < self._committer.horizon and record.time_ms <= self._began_ms + SKEW_MS
@@ -252,26 +249,27 @@ class Intake:
             held.sealed = _sealed(answer)
             self._desk.submit(held)
 
-    async def _tokenise(self, held: Held) -> bool:
-        """Turn the prompt into token ids; False when that was the job's end. A job that is too late is not worth it."""
-        if self._is_late(held.job):
-            return True
-        try:
-            held.prompt = await self._prepare(held.job, held.label)
-            return True
-        except BadJob as error:
-            reason = Error(error.code, error.message, error.field)
-            state = (await self._known.states([held.job.id])).get(held.job.id)
+    async def _tokenise(self, jobs: Sequence[Held]) -> None:
+        """Turn the prompts into token ids; where that can't be done it is the job's end."""
+        prepared = await self._prepare([(held.job, held.label) for held in jobs])
+        refused: list[tuple[Held, BadJob]] = []
+        for held, result in zip(jobs, prepared, strict=True):
+            if not isinstance(result, Exception):
+                held.prompt = result
+            elif isinstance(result, BadJob):
+                refused.append((held, result))
+            else:
+                log.error("prepare_failed", job_id=held.job.id, kind=type(result).__name__, exc_info=result)
+                code = result.code if isinstance(result, ArrieroError) else "engine_error"
+                reason = Error(code, f"the prompt could not be prepared: {type(result).__name__}")
+                self._desk.settle(held, held.failed(self._now_ms(), reason))
+        states = await self._known.states(held.job.id for held, _ in refused)
+        for held, error in refused:
+            state = states.get(held.job.id)
             if state is not None and owner_elsewhere(state, held.root):
                 self._desk.settle(held, held.duplicate(self._now_ms(), state.root, state.digest != held.digest))
             else:
-                self._desk.settle(held, held.rejected(self._now_ms(), reason))
-        except Exception as error:  # whatever this prompt does to the tokeniser, the others go on
-            log.error("prepare_failed", job_id=held.job.id, kind=type(error).__name__, exc_info=True)
-            code = error.code if isinstance(error, ArrieroError) else "engine_error"
-            reason = Error(code, f"the prompt could not be prepared: {type(error).__name__}")
-            self._desk.settle(held, held.failed(self._now_ms(), reason))
-        return False
+                self._desk.settle(held, held.rejected(self._now_ms(), Error(error.code, error.message, error.field)))
 
     async def _refuse(self, record: Record, error: BadJob | Undecodable) -> None:
         """A record that is no acceptable job. Under the id of another job it must not end that one."""
@@ -295,8 +293,8 @@ class Intake:
         self._committer.add(ending, settles=record.offset, records=copies)
         self._committer.inherited.read(record.offset)
 
-    def _hold(self, record: Record, job: Job, digest: str) -> Held:
-        key, origin = self._desk.next_key(), origin_of(record)
+    def _hold(self, record: Record, origin: Origin, root: str, job: Job, digest: str) -> Held:
+        key = self._desk.next_key()
         tokens: list[Token] = []
         waited_s = max(0.0, self._clock.time() - record.time_ms / 1000)
         since_ms = self._committer.inherited.read(record.offset)
@@ -305,7 +303,7 @@ class Intake:
         stream = Stream.begin(
             key=key,
             job_id=job.id,
-            root=job.root or str(origin),
+            root=job.root or root,
             attempt=job.attempt,
             fence=self._committer.fence,
             tokens=tokens,

@@ -5,6 +5,7 @@ A registry is handed in: one process may hold several workers, as tests do.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -87,9 +88,10 @@ class WorkerMetrics(CommitMetrics):
         self.suspects = Counter(
             "arriero_suspects", "How often has a job run alone, because workers had crashed with it?", registry=registry
         )
-        self.jobs = Counter(
+        jobs = Counter(
             "arriero_jobs", "How do jobs end? Counted once recorded.", ["outcome", "class"], registry=registry
         )
+        self.ended = cache(jobs.labels)
         self.claims = Gauge("arriero_claims", "How many partitions does this worker own?", registry=registry)
         self.retries = Counter(
             "arriero_retries", "How many attempts have failed for a reason that may pass?", ["step"], registry=registry

@@ -45,9 +45,8 @@ OPEN_PATIENCE_S: Final = 1.0
 TAKE_PATIENCE_S: Final = 5.0
 """How long one waits that another owner may have begun: what the bus holds of it need not be decoded again, and its
 readers need not be reset."""
-OPEN_MAX_STREAMS: Final = 64
-"""Streams in one `open` call, and in one `append` call: a call holds the bus up for everybody else."""
-APPEND_MAX_STREAMS: Final = 256
+CALL_MAX_STREAMS: Final = 256
+"""Streams in one `open` or `append` call: a call holds the bus up for everybody else."""
 REOPEN_MAX_TOKENS: Final = 20_000
 """Tokens in one call that makes streams equal to their owners' again."""
 PAUSE_FIRST_S: Final = 0.05
@@ -243,7 +242,7 @@ class Streams:
             await self._opening_wake.wait()
             self._opening_wake.clear()
             while self._opening:
-                some, self._opening = self._opening[:OPEN_MAX_STREAMS], self._opening[OPEN_MAX_STREAMS:]
+                some, self._opening = self._opening[:CALL_MAX_STREAMS], self._opening[CALL_MAX_STREAMS:]
                 some = [(stream, future) for stream, future in some if stream.phase == "new" and not future.done()]
                 if not some:
                     continue
@@ -353,7 +352,7 @@ class Streams:
             if stream.phase == "lost":
                 lost.append(stream)
                 tokens += len(stream.tokens)
-                if len(lost) == OPEN_MAX_STREAMS or tokens > REOPEN_MAX_TOKENS:
+                if len(lost) == CALL_MAX_STREAMS or tokens > REOPEN_MAX_TOKENS:
                     break
         if not lost:
             return
@@ -371,7 +370,7 @@ class Streams:
 
     async def _append(self, tasks: asyncio.TaskGroup) -> None:
         requests: list[tuple[Stream, AppendRequest]] = []
-        for stream in list(self._dirty.values())[:APPEND_MAX_STREAMS]:
+        for stream in list(self._dirty.values())[:CALL_MAX_STREAMS]:
             if stream.phase != "lost":
                 # Whoever has more to say afterwards comes in again behind the others.
                 del self._dirty[stream.key]

@@ -32,7 +32,7 @@ from arriero.transports.log import Claim, JobLog, Membership
 from arriero.workers.claims import Claims, Partition
 from arriero.workers.commit import Committer, OwnersEvent
 from arriero.workers.desk import Desk, Engine
-from arriero.workers.engine.seam import StepReport
+from arriero.workers.engine.seam import Prepared, StepReport
 from arriero.workers.flight import FlightRecorder
 from arriero.workers.held import Held
 from arriero.workers.intake import Intake
@@ -63,7 +63,7 @@ class Runner(Engine, Protocol):
 
     died: asyncio.Future[BaseException]
 
-    async def prepare(self, job: Job, label: str = "") -> list[int]: ...
+    async def prepare_all(self, jobs: Sequence[tuple[Job, str]]) -> list[Prepared]: ...
 
 
 MakeRunner = Callable[[Callable[[StepReport], None]], AbstractAsyncContextManager[Runner]]
@@ -247,7 +247,7 @@ class Worker:
             committer,
             desk=self._desk,
             job_log=self._log,
-            prepare=self._runner.prepare,
+            prepare=self._runner.prepare_all,
             recorder=self._recorder,
             known=KnownJobs(self._bus, self._crashes),
             digests=self._runner.info.digest,
@@ -265,7 +265,7 @@ class Worker:
 
     def _count(self, priority: PriorityClass, event: OwnersEvent) -> None:
         outcome = TERMINAL_STATUS[type(event)] if isinstance(event, Terminal) else type(event).__name__.lower()
-        self._metrics.jobs.labels(outcome, priority).inc()
+        self._metrics.ended(outcome, priority).inc()
         if isinstance(event, RetryScheduled):
             self._metrics.retries.labels(event.step).inc()
         elif isinstance(event, DeadLettered):

@@ -6,7 +6,7 @@ import asyncio
 import random
 import signal
 import traceback
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, Final, NoReturn, cast
@@ -28,7 +28,8 @@ from arriero.transports.embedded.db import Database
 from arriero.transports.embedded.log import EmbeddedLog
 from arriero.transports.log import Outgoing, Placed, TopicSpec
 from arriero.workers.engine.echo import EchoBackend
-from arriero.workers.engine.seam import ModelInfo, Pick, StepOutcome, StepPlan, StepReport, Work
+from arriero.workers.engine.runner import prepare_one
+from arriero.workers.engine.seam import ModelInfo, Pick, Prepared, StepOutcome, StepPlan, StepReport, Work
 from arriero.workers.engine.turns import Turns
 from arriero.workers.flight import _SIZE as RECORDER_BYTES
 from arriero.workers.flight import FlightRecorder
@@ -139,9 +140,8 @@ class SimulatedRunner:
         self._task.cancel()
         await asyncio.wait([self._task])
 
-    async def prepare(self, job: Job, label: str = "") -> list[int]:
-        with self._recorder.tokenising(label):
-            return self._backend.prepare(job)
+    async def prepare_all(self, jobs: Sequence[tuple[Job, str]]) -> list[Prepared]:
+        return [prepare_one(self._backend, self._recorder, job, label) for job, label in jobs]
 
     def submit(self, work: Work) -> None:
         self._commands.append(work)

@@ -116,17 +116,15 @@ async def test_a_fault_is_blamed_on_what_its_own_thread_was_doing() -> None:
     body = """
     import ctypes
     from arriero.ops.crashes import tell_faults
-    from arriero.schemas.clock import SystemClock
-    from arriero.workers.engine.runner import EngineRunner
+    from arriero.workers.engine.runner import prepare_one
     class Deadly:
         def prepare(self, job):
             ctypes.string_at(0)
     telling = tell_faults(Path(os.environ[FLIGHT_VARIABLE]))
     telling.__enter__()
-    runner = EngineRunner(Deadly, print, SystemClock(), recorder=recorder)
     def tokenise():
         time.sleep(0.1)
-        runner._prepare(Deadly(), None, name(7))
+        prepare_one(Deadly(), recorder, None, name(7))
     threading.Thread(target=tokenise, daemon=True).start()
     """
     async with running(textwrap.dedent(body) + GOES_ON) as watched:

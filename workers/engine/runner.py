@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
@@ -26,7 +26,7 @@ import structlog
 from arriero.schemas.clock import Clock
 from arriero.schemas.errors import ModelError
 from arriero.schemas.job import Job
-from arriero.workers.engine.seam import Backend, ModelInfo, StepReport, Work
+from arriero.workers.engine.seam import Backend, ModelInfo, Prepared, StepReport, Work
 from arriero.workers.engine.turns import Turns
 from arriero.workers.flight import FlightRecorder
 from arriero.workers.schedule import CHUNK_TOKENS
@@ -107,16 +107,20 @@ class EngineRunner:
         assert self._info is not None, "the engine has not been started"
         return self._info
 
-    async def prepare(self, job: Job, label: str = "") -> list[int]:
+    async def prepare(self, job: Job) -> list[int]:
         """The job's prompt as token ids. Raises BadJob (prompt_too_long, empty_prompt, bad_template)."""
+        (prepared,) = await self.prepare_all([(job, "")])
+        if isinstance(prepared, Exception):
+            raise prepared
+        return prepared
+
+    async def prepare_all(self, jobs: Sequence[tuple[Job, str]]) -> list[Prepared]:
+        """The same for many, with their labels; each gets its token ids or its error."""
         assert self._backend is not None, "the engine has not been started"
         if self._pool is None:
-            return self._prepare(self._backend, job, label)
-        return await self._loop.run_in_executor(self._pool, self._prepare, self._backend, job, label)
-
-    def _prepare(self, backend: Backend, job: Job, label: str) -> list[int]:
-        with self._recorder.tokenising(label):
-            return backend.prepare(job)
+            return [prepare_one(self._backend, self._recorder, job, label) for job, label in jobs]
+        work = partial(prepare_one, self._backend, self._recorder)
+        return await asyncio.gather(*(self._loop.run_in_executor(self._pool, work, *one) for one in jobs))
 
     def submit(self, work: Work) -> None:
         """Queue a sequence; it ends with exactly one Update that carries an Ending, unless the runner closes."""
@@ -199,6 +203,15 @@ class EngineRunner:
             self._loop.call_soon_threadsafe(callback, *args)
         except RuntimeError:
             self._closing = True  # the loop is closed; nobody is left to tell
+
+
+def prepare_one(backend: Backend, recorder: FlightRecorder, job: Job, label: str) -> Prepared:
+    """Whatever a prompt does to the tokeniser, the others of its batch go on."""
+    try:
+        with recorder.tokenising(label):
+            return backend.prepare(job)
+    except Exception as error:
+        return error
 
 
 def _model_error(error: BaseException) -> ModelError:

@@ -74,6 +74,10 @@ class Work(msgspec.Struct, kw_only=True, eq=False):
     """What names its job in a crash report."""
 
 
+Prepared = list[int] | Exception
+"""A prompt as token ids, or why it can't be."""
+
+
 class Ending(msgspec.Struct, frozen=True, kw_only=True):
     """Why a sequence is over. After it nothing more is said of its key."""
 
