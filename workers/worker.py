@@ -44,8 +44,7 @@ from arriero.workers.stream import Streams
 log = structlog.get_logger(__name__)
 
 READ_AHEAD_LEAST: Final = 16
-READ_AHEAD_MOST: Final = 256
-"""Jobs of each class that are read and hold no slot: twice the slots, within these."""
+"""Jobs of each class that are read and hold no slot: twice the slots, and never fewer than these."""
 FLUSH_S: Final = 5.0
 """How long recording what a drained partition holds may take. What is not recorded by then is run again."""
 
@@ -143,7 +142,7 @@ class Worker:
                 clock=self._clock,
                 metrics=self._metrics,
                 max_attempts=self._settings.max_attempts,
-                read_ahead=self._settings.read_ahead or min(READ_AHEAD_MOST, max(READ_AHEAD_LEAST, 2 * slots)),
+                read_ahead=self._settings.read_ahead or max(READ_AHEAD_LEAST, 2 * slots),
             )
             self._streams = self._desk.streams = Streams(
                 self._bus,

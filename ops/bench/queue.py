@@ -46,8 +46,8 @@ PROMPT: Final = "hay"
 """One token of the echo engine."""
 POLL_S: Final = 0.02
 """Celery tells nobody that all is done; its results are counted this often."""
-WARM_UP: Final = 300
-"""Jobs before a steady run is timed: a broker that has just started is several times slower."""
+WARM_UP: Final = 5_000
+"""Jobs before a steady run is timed: what has just started, a JVM above all, is several times slower."""
 
 
 class QueueBenchOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,7 +138,7 @@ def _settings(folder: Path, side: str, kafka: str, redis: str, number: int) -> S
         redis=redis if side == "kafka" else None,
         namespace=f"bench-{SystemClock().time():.0f}-{number}",
         partitions=4,
-        engine=EngineSettings(engine="echo", slots=128),
+        engine=EngineSettings(engine="echo", slots=255),
         grace_s=0.0,
         log_json=True,
     )
