@@ -33,7 +33,7 @@ from arriero.transports.bus import (
     View,
 )
 from arriero.transports.embedded.db import Database
-from arriero.transports.embedded.streams import SCHEMA, Streams
+from arriero.transports.embedded.streams import SCHEMA, R, Streams
 from arriero.transports.inbox import Inbox
 from arriero.transports.log import KEEP_RESULTS_S
 
@@ -81,11 +81,11 @@ class EmbeddedBus:
     # --- the owner's ---------------------------------------------------------------------------------------
 
     async def open(self, requests: Sequence[OpenRequest]) -> list[Opened]:
-        return await self._write(lambda streams: [streams.open(self._job(r.job_id), r) for r in requests], ring=True)
+        return await self._write(lambda streams: streams.open(self._named(requests)), ring=True)
 
     async def append(self, requests: Sequence[AppendRequest]) -> list[Appended]:
         told = any(request.tokens for request in requests)
-        return await self._write(lambda streams: [streams.append(self._job(r.job_id), r) for r in requests], ring=told)
+        return await self._write(lambda streams: streams.append(self._named(requests)), ring=told)
 
     # --- the reader's --------------------------------------------------------------------------------------
 
@@ -115,7 +115,7 @@ class EmbeddedBus:
     # --- the projector's -----------------------------------------------------------------------------------
 
     async def finish(self, requests: Sequence[FinishRequest]) -> list[Finished]:
-        return await self._write(lambda streams: [streams.finish(self._job(r.job_id), r) for r in requests], ring=True)
+        return await self._write(lambda streams: streams.finish(self._named(requests)), ring=True)
 
     async def note_queued(self, states: Sequence[tuple[str, bytes]]) -> None:
         def note(streams: Streams) -> None:
@@ -175,6 +175,9 @@ class EmbeddedBus:
         return dict(rows)
 
     # --- inside --------------------------------------------------------------------------------------------
+
+    def _named(self, requests: Sequence[R]) -> list[tuple[str, R]]:
+        return [(self._job(request.job_id), request) for request in requests]
 
     def _job(self, job_id: str) -> str:
         return self._names.channel(job_id)

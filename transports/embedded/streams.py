@@ -6,8 +6,9 @@ and are swept now and then.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, TypeVar
 
 import apsw
 import msgspec
@@ -58,6 +59,16 @@ CREATE TABLE workers (
 CREATE TABLE positions (namespace TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
 """
 
+_ROWS: Final = """
+SELECT asked.value, jobs.cancelled, jobs.crashes, jobs.terminal, (SELECT max(at) FROM tokens WHERE job = asked.value),
+    heads.root, attempt, fence, lineage, digests, finished, seal, count, ending
+FROM json_each(?1) AS asked
+LEFT JOIN jobs ON jobs.job = asked.value AND jobs.expires > ?2
+LEFT JOIN heads ON heads.job = asked.value AND heads.expires > ?2
+"""
+
+R = TypeVar("R", OpenRequest, AppendRequest, FinishRequest)
+
 
 class _Job(msgspec.Struct, frozen=True):
     cancelled: bool = False
@@ -81,28 +92,48 @@ class _Head(msgspec.Struct, frozen=True):
         return self.attempt, self.fence
 
 
+class _Rows(msgspec.Struct, frozen=True):
+    """A job, its stream's head, and how many tokens are there."""
+
+    known: _Job
+    head: _Head | None
+    count: int
+
+
+def _rows_of(
+    cancelled: int | None, crashes: int, terminal: str, newest: int | None, root: str | None, *columns: Any
+) -> _Rows:
+    return _Rows(
+        _Job() if cancelled is None else _Job(bool(cancelled), crashes, terminal),
+        None if root is None else _Head(root, *columns),
+        0 if newest is None else newest + 1,
+    )
+
+
 class Streams:
     """The calls, at one moment, on one connection."""
 
     def __init__(self, connection: apsw.Connection, now_ms: int) -> None:
         self._connection = connection
         self._now_ms = now_ms
+        self._messages: list[str | bytes | int] = []
 
     # --- rows ----------------------------------------------------------------------------------------------
 
-    def _job(self, job: str) -> _Job:
-        row: Any = self._connection.execute(
-            "SELECT cancelled, crashes, terminal FROM jobs WHERE job = ? AND expires > ?", (job, self._now_ms)
-        ).fetchone()
-        return _Job(bool(row[0]), row[1], row[2]) if row else _Job()
+    def _rows(self, job: str) -> _Rows:
+        """What is known of a job, by one statement: each gives the interpreter's lock away and must get it back."""
+        return self._select([job])[job]
 
-    def _head(self, job: str) -> _Head | None:
-        row: Any = self._connection.execute(
-            "SELECT root, attempt, fence, lineage, digests, finished, seal, count, ending FROM heads "
-            "WHERE job = ? AND expires > ?",
-            (job, self._now_ms),
-        ).fetchone()
-        return _Head(*row) if row else None
+    def _select(self, jobs: Sequence[str]) -> dict[str, _Rows]:
+        found: Any = self._connection.execute(_ROWS, (json.dumps(jobs), self._now_ms))
+        return {job: _rows_of(*columns) for job, *columns in found}
+
+    def _with_rows(self, requests: Sequence[tuple[str, R]]) -> Iterator[tuple[tuple[str, R], _Rows]]:
+        """A call's requests, what they are about read at once; of a job that comes again, as it is by then."""
+        found = self._select([job for job, _ in requests])
+        for request in requests:
+            job, _ = request
+            yield request, found.pop(job) if job in found else self._rows(job)
 
     def _put_head(self, job: str, **columns: str | int) -> None:
         columns["expires"] = self._now_ms + STREAM_LIFE_MS
@@ -116,10 +147,6 @@ class Streams:
             (job, root, attempt, fence, lineage, digests, self._now_ms + STREAM_LIFE_MS),
         )
 
-    def _count(self, job: str) -> int:
-        row: Any = self._connection.execute("SELECT max(at) FROM tokens WHERE job = ?", (job,)).fetchone()
-        return 0 if row is None or row[0] is None else int(row[0]) + 1
-
     def _tokens(self, job: str, start: int) -> list[str]:
         rows: Any = self._connection.execute(
             "SELECT token FROM tokens WHERE job = ? AND at >= ? ORDER BY at", (job, start)
@@ -127,6 +154,8 @@ class Streams:
         return [row[0] for row in rows]
 
     def _push(self, job: str, start: int, tokens: Sequence[str]) -> None:
+        if not tokens:
+            return
         self._connection.executemany(
             "INSERT INTO tokens (job, at, token) VALUES (?,?,?)",
             ((job, at, token) for at, token in enumerate(tokens, start)),
@@ -136,16 +165,24 @@ class Streams:
         self._connection.execute("DELETE FROM tokens WHERE job = ? AND at >= ?", (job, count))
 
     def _publish(self, job: str, message: Message) -> None:
-        self._connection.execute(
-            "INSERT INTO messages (job, message, expires) VALUES (?,?,?)",
-            (job, encode(message), self._now_ms + MESSAGE_LIFE_MS),
-        )
+        self._messages += (job, encode(message), self._now_ms + MESSAGE_LIFE_MS)
+
+    def _send(self) -> None:
+        """Put the call's messages into the file, in their order."""
+        if self._messages:
+            rows = ",".join(["(?,?,?)"] * (len(self._messages) // 3))
+            self._connection.execute(f"INSERT INTO messages (job, message, expires) VALUES {rows}", self._messages)  # noqa: S608
+            self._messages.clear()
 
     # --- the calls -----------------------------------------------------------------------------------------
 
-    def open(self, job: str, request: OpenRequest) -> Opened:
-        r = request
-        known, head = self._job(job), self._head(job)
+    def open(self, requests: Sequence[tuple[str, OpenRequest]]) -> list[Opened]:
+        answers = [self._open(job, r, rows) for (job, r), rows in self._with_rows(requests)]
+        self._send()
+        return answers
+
+    def _open(self, job: str, r: OpenRequest, rows: _Rows) -> Opened:
+        known, head, count = rows.known, rows.head, rows.count
 
         def say(code: str, lineage: str = "", seal: str = "", digests: str = "", *, tokens: bool = False) -> Opened:
             return Opened(
@@ -163,7 +200,8 @@ class Streams:
         if head is None:
             if r.mode == "take":
                 return say("none")
-            self._cut(job, 0)
+            if count:
+                self._cut(job, 0)
             self._new_head(job, r.root, r.attempt, r.fence, r.lineage, r.digests)
             self._push(job, 0, r.tokens)
             self._publish(job, Look())
@@ -172,7 +210,6 @@ class Streams:
             return say("foreign")
         if (r.attempt, r.fence) < head.owner:
             return say("fenced")
-        count = self._count(job)
         if r.mode == "take" and count < r.least:
             return say("none")
         self._put_head(job, attempt=r.attempt, fence=r.fence)
@@ -206,16 +243,19 @@ class Streams:
             self._publish(job, Look())
         return say("have", held, seal, head.digests, tokens=True)
 
-    def append(self, job: str, request: AppendRequest) -> Appended:
-        r = request
-        known, head = self._job(job), self._head(job)
+    def append(self, requests: Sequence[tuple[str, AppendRequest]]) -> list[Appended]:
+        answers = [self._append(job, r, rows) for (job, r), rows in self._with_rows(requests)]
+        self._send()
+        return answers
+
+    def _append(self, job: str, r: AppendRequest, rows: _Rows) -> Appended:
+        known, head, count = rows.known, rows.head, rows.count
 
         def say(code: str, following: int = 0) -> Appended:
             return Appended(code=code, cancelled=known.cancelled, next=following)  # type: ignore[arg-type]
 
         if head is None:
             return say("finished" if known.terminal else "gone")
-        count = self._count(job)
         if head.finished:
             return say("finished", count)
         if head.root != r.root:
@@ -239,17 +279,21 @@ class Streams:
         self._put_head(job, seal=seal)
         return say("ok", count)
 
-    def finish(self, job: str, request: FinishRequest) -> Finished:
-        r = request
-        head = self._head(job)
+    def finish(self, requests: Sequence[tuple[str, FinishRequest]]) -> list[Finished]:
+        answers = [self._finish(job, r, rows) for (job, r), rows in self._with_rows(requests)]
+        self._send()
+        return answers
+
+    def _finish(self, job: str, r: FinishRequest, rows: _Rows) -> Finished:
+        head, held = rows.head, rows.count
         if head is not None and head.finished:
             return Finished("done")
-        held = self._count(job)
         shared = lineages.common(head.lineage, held, r.lineage, r.count) if head and head.root == r.root else 0
         if r.base > shared:
             return Finished("need", shared)
         tokens = r.tokens[shared - r.base :]
-        self._cut(job, shared)
+        if shared < held:
+            self._cut(job, shared)
         self._push(job, shared, tokens)
         self._new_head(job, r.root, 0, 0, r.lineage, "")
         self._put_head(job, finished=1, count=r.count, ending=r.end)
@@ -261,7 +305,8 @@ class Streams:
 
     def read(self, job: str, position: Position) -> View:
         p = position
-        terminal, head = self._job(job).terminal, self._head(job)
+        rows = self._rows(job)
+        terminal, head = rows.known.terminal, rows.head
         if head is None:
             return View(status="none", start=p.count, terminal=terminal)
         if p.count and not head.finished and p.root == head.root and p.epoch:
