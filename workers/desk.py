@@ -227,13 +227,16 @@ class Desk:
         metrics.running.set(timings.sequences)
         metrics.waiting.set(self.waiting)
         metrics.kv_used.set(timings.kv_used)
+        metrics.kv_retained.set(timings.kv_retained)
         metrics.prompt_tokens.inc(timings.prefill_tokens)
         metrics.generation_tokens.inc(tokens)
 
     def _update(self, held: Held, update: Update, now: float) -> None:
         if update.admitted:
             self._admitted(held, now)
-            held.cached_tokens = update.cached_tokens
+        if update.cached_tokens:
+            held.cached_tokens += update.cached_tokens
+            self._metrics.cached_tokens.inc(update.cached_tokens)
         if update.tokens:
             self._decoded(held, update, now)
         if update.preempted:

@@ -75,7 +75,17 @@ class WorkerMetrics(CommitMetrics):
         self.waiting = Gauge(
             "arriero_num_requests_waiting", "How many jobs has this worker read that hold no slot?", registry=registry
         )
-        self.kv_used = Gauge("arriero_kv_cache_tokens", "How many cells of the KV cache are taken?", registry=registry)
+        self.kv_used = Gauge(
+            "arriero_kv_cache_tokens", "How many cells of the KV cache do running jobs hold?", registry=registry
+        )
+        self.kv_retained = Gauge(
+            "arriero_kv_cache_retained_tokens",
+            "How many cells are kept of finished jobs, for prompts that begin like them?",
+            registry=registry,
+        )
+        self.cached_tokens = Counter(
+            "arriero_prefix_cache_hit_tokens", "How many prompt tokens needed no prefill?", registry=registry
+        )
         self.prompt_tokens = Counter(
             "arriero_prompt_tokens", "How many prompt tokens have been prefilled?", registry=registry
         )

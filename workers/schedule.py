@@ -4,20 +4,22 @@ Pure data in, plan out: no I/O, no thread, and the time is handed in. The policy
 applies it:
 
 1. What was cancelled, or whose deadline has passed, goes: waiting, in its prefill or decoding.
-2. Admission by class, in a class by deadline, then by arrival. A sequence is admitted when a slot is free and
-   the cells it can ever need (prompt and longest output) are, so nothing that runs can run out of room. Within
-   a class the order is strict: who comes later does not slip past a head that needs more cells than are free,
-   and so the head is never starved. A lower class may fill what the head of a higher one leaves, because
+2. Admission by class, in a class by tenant share, deadline and arrival (fair.py). A sequence is admitted when a slot
+   is free and the cells it can ever need (prompt and longest output, less the prefix that is in the cache) are, so
+   nothing that runs can run out of room. Within a class the order is strict: who comes later does not slip past a head
+   that needs more cells than are free, and so the head is never starved. Cached prefixes (prefix.py) give way to it.
+   A lower class may fill what the head of a higher one leaves, because
 3. a head that finds no room takes it from running sequences of lower classes: the lowest class first, in it
    the one admitted last, and only as many as it needs, and only when that is enough. What is preempted keeps its
-   tokens and waits again at its old place; they are prefilled anew.
+   tokens and waits again at its old place; what has become of their cells meanwhile is prefilled anew.
 4. A suspect (`Work.alone`) runs with nothing beside it. It waits for the others to end, `ALONE_WAIT_S` at most, then
    they are preempted for it; between two suspects the others get as long. With `ALONE_TOKENS` new tokens it is one
    like any other: what it has got past is no longer what crashed.
 5. The step: one token of every decoding sequence, then chunks of prompts, the most urgent first. While anything
    decodes, a step carries at most `chunk_tokens` of prompts and no more than take `STREAM_S`, so that a long prompt
    does not hold the running streams up; otherwise it may fill the batch within `IDLE_S`, so that cancelling and
-   urgent work do not wait long. How long a token takes is learned from the steps (`Pace`).
+   urgent work do not wait long. How long a token takes is learned from the steps (`Pace`). A prompt that begins like
+   one that is being prefilled waits for it, and shares its cells.
 
 Idle capacity is left only when no waiting sequence may take it (work conserving up to the strict order in a class).
 """
@@ -26,6 +28,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from collections.abc import Sequence
 from typing import Final, Literal, NamedTuple
 
 import msgspec
@@ -34,7 +37,9 @@ from arriero.schemas.errors import BadJob
 from arriero.schemas.event import Stage
 from arriero.schemas.job import CLASSES
 from arriero.schemas.token import Token
-from arriero.workers.engine.seam import Feed, ModelInfo, StepOutcome, StepPlan, Work
+from arriero.workers.engine.seam import Feed, ModelInfo, Move, StepOutcome, StepPlan, Work
+from arriero.workers.fair import OUTPUT_WEIGHT, Lines, Ticket
+from arriero.workers.prefix import Node, PrefixCache, common
 
 CHUNK_TOKENS: Final = 256
 """Most prompt tokens that a step carries beside running streams. Fewer make streams steadier and prompts slower."""
@@ -49,6 +54,11 @@ ALONE_WAIT_S: Final = 2.0
 ALONE_TOKENS: Final = 64
 """New tokens that clear a suspect. By the rule of blame a single one does; these are enough to be in a checkpoint or on
 the bus, and few enough that a long job does not hold a whole worker to its end."""
+RETAINED_SHARE: Final = 0.25
+"""Of all cells: what finished sequences may keep. More prompts would find their beginning in more, but every step looks
+at each cell that is taken, if only to see that it is another sequence's."""
+WAIT_MIN_TOKENS: Final = 16
+"""A common beginning shorter than this is not worth waiting for."""
 NEVER: Final = float("inf")
 
 
@@ -60,6 +70,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     n_ctx_sequence: int
     n_batch: int
     chunk_tokens: int = CHUNK_TOKENS
+    holders: int = 0
+    """As in `ModelInfo`."""
+    retained: int = 0
+    """Cells that may keep what is finished, for prompts that begin like it."""
 
     @staticmethod
     def of(info: ModelInfo, chunk_tokens: int = CHUNK_TOKENS) -> Limits:
@@ -69,6 +83,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
             n_ctx_sequence=min(info.n_ctx_sequence, info.n_ctx),
             n_batch=info.n_batch,
             chunk_tokens=max(1, chunk_tokens),
+            holders=info.holders,
+            retained=int(info.n_ctx * RETAINED_SHARE),
         )
 
     def output_tokens(self, work: Work) -> int:
@@ -126,31 +142,39 @@ class Picked(NamedTuple):
 
 class Plan(msgspec.Struct):
     """One step, and what had to happen before it: first the slots of `ended` and `preempted` are freed, then
-    `admitted` are seated."""
+    `admitted` are seated, then cells are moved."""
 
     step: StepPlan
     admitted: list[Seat]
     preempted: list[Vacated]
     ended: list[Cut]
+    moves: list[Move] = []
+    """What the KV cache has to do between that and the step."""
+    shared: list[tuple[int, int]] = []
+    """Keys, and how many tokens of their prompts need no prefill."""
     decode_tokens: int = 0
     prefill_tokens: int = 0
 
 
 class _Sequence(msgspec.Struct, eq=False):
     work: Work
-    rank: tuple[float, float, int]
-    """Place in its class: deadline, arrival, key."""
-    level: int
-    """Index of the class, 0 the most urgent."""
+    ticket: Ticket
     tokens: list[int]
     """Prompt, resumed and decoded tokens."""
     limit: int
-    """Tokens that it can ever have; so many cells are reserved while it runs."""
+    """Tokens that it can ever have."""
     slot: int = -1
     done: int = 0
     """Tokens whose cells are filled."""
     prefill: int = 0
     """Tokens that were there at admission: once they are done, it decodes."""
+    own: int = 0
+    """Cells that are reserved for it alone: `limit` less what it has of the prefix cache."""
+    ran: bool = False
+
+    @property
+    def level(self) -> int:
+        return self.ticket.level
 
     @property
     def stage(self) -> Stage:
@@ -169,10 +193,15 @@ class Scheduler:
         """By key, in the order of admission."""
         self._by_slot: list[_Sequence | None] = [None] * limits.slots
         self._free_slots = list(range(limits.slots))
-        self._free_cells = limits.n_ctx
-        # Heaps may hold what is gone already; entries are checked when they come up.
-        self._waiting: list[list[tuple[float, float, int]]] = [[] for _ in CLASSES]
+        self._cache = PrefixCache(limits.slots, limits.holders, limits.retained)
+        self._capacity = limits.n_ctx
+        self._own = 0
+        """Cells reserved for single sequences; those of the prefix cache come on top."""
+        self._lines = Lines(len(CLASSES))
+        self._entering: list[_Sequence] = []
+        """Added since the last plan."""
         self._deadlines: list[tuple[float, int]] = []
+        """A heap; what is gone is dropped when it comes up."""
         self._suspects: deque[int] = deque()
         """Waiting sequences that must run alone, in the order of their coming."""
         self._alone_from = NEVER
@@ -202,11 +231,19 @@ class Scheduler:
 
     @property
     def cells_used(self) -> int:
-        return sum(sequence.done for sequence in self._running.values())
+        """Cells that running sequences hold, shared ones counted once."""
+        alone = sum(sequence.done - self._cache.depth(sequence.slot) for sequence in self._running.values())
+        return self._cache.cells - self._cache.retained + alone
 
     @property
     def cells_reserved(self) -> int:
-        return sum(sequence.limit for sequence in self._running.values())
+        """Cells that they can ever need."""
+        return self._cache.cells - self._cache.retained + self._own
+
+    @property
+    def cells_retained(self) -> int:
+        """Cells of what is finished; they give way to any other use."""
+        return self._cache.retained
 
     # --- what comes in -------------------------------------------------------------------------------------
 
@@ -226,8 +263,7 @@ class Scheduler:
         deadline = NEVER if work.deadline is None else work.deadline
         sequence = _Sequence(
             work=work,
-            rank=(deadline, work.arrived, work.key),
-            level=CLASSES.index(work.priority),
+            ticket=Ticket((deadline, work.arrived, work.key), work.tenant, CLASSES.index(work.priority)),
             tokens=tokens,
             limit=len(work.prompt) + room,
         )
@@ -235,7 +271,7 @@ class Scheduler:
         if work.alone:
             self._suspects.append(work.key)
         else:
-            heapq.heappush(self._waiting[sequence.level], sequence.rank)
+            self._entering.append(sequence)
         if deadline != NEVER:
             heapq.heappush(self._deadlines, (deadline, work.key))
 
@@ -248,18 +284,16 @@ class Scheduler:
 
     def plan(self, now: float) -> Plan:
         """The next step at monotonic time `now`. With anything left to do it is never empty."""
-        ended = self._cut(now)
-        admitted: list[Seat] = []
-        preempted: dict[int, Vacated] = {}
-        if not self._alone(now, admitted, preempted):
-            for level, queue in enumerate(self._waiting):
-                while (head := self._head(queue)) is not None:
-                    if head.work.key in preempted or not self._make_way(head, level, preempted):
-                        break
-                    heapq.heappop(queue)
-                    admitted.append(self._seat(head))
-        plan = Plan(StepPlan([]), admitted, list(preempted.values()), ended)
+        plan = Plan(StepPlan([]), [], [], self._cut(now))
+        for sequence in self._entering:
+            if sequence.work.key in self._sequences:
+                self._lines.enter(sequence.ticket, now)
+        self._entering.clear()
+        self._lines.age(now)
+        if not self._alone(now, plan):
+            self._admit(now, plan)
         self._fill(plan)
+        plan.moves = self._cache.moves()
         self._plan = plan
         return plan
 
@@ -268,8 +302,12 @@ class Scheduler:
         plan, self._plan = self._plan, _nothing()
         for feed in plan.step.feeds:
             fed = self._by_slot[feed.slot]
-            if fed is not None:
-                fed.done += len(feed.tokens)
+            if fed is None:
+                continue
+            decodes = fed.done >= fed.prefill
+            fed.done += len(feed.tokens)
+            if not decodes:
+                self._publish(fed)
         self._pace.observe(plan.prefill_tokens, plan.decode_tokens, outcome.decode_s)
         picked: list[Picked] = []
         for pick in outcome.picks:
@@ -277,18 +315,21 @@ class Scheduler:
             if sequence is None:
                 continue
             sequence.tokens.append(pick.token)
+            self._lines.charge(sequence.work.tenant, OUTPUT_WEIGHT)
             full = len(sequence.tokens) >= sequence.limit
             if sequence.work.alone and len(sequence.tokens) >= sequence.prefill + ALONE_TOKENS:
                 sequence.work = msgspec.structs.replace(sequence.work, alone=False)
             picked.append(Picked(sequence.work.key, pick.slot, pick.token, pick.error, full))
         return picked
 
-    def finish(self, key: int) -> int:
-        """Forget a sequence that has ended; returns the slot it held, -1 for none."""
+    def finish(self, key: int, *, retain: bool = True) -> int:
+        """Forget a sequence that has ended; returns the slot it held, -1 for none. With `retain` its cells stay for
+        prompts that begin like it, as long as there is room."""
         sequence = self._sequences.pop(key)
+        self._lines.leave(sequence.ticket)
         slot = sequence.slot
         if slot >= 0:
-            self._vacate(sequence)
+            self._vacate(sequence, retain=retain)
         return slot
 
     def shed(self) -> Vacated | None:
@@ -297,12 +338,14 @@ class Scheduler:
         Until nothing runs the cache counts as no larger than what is reserved now: else the same sequence came
         back at once. None when fewer than two run: then there is nobody to make room for.
         """
+        self._cache.evict(self._cache.retained)
         if len(self._running) < 2:
             return None
         victim = self._victims(-1)[0]
         vacated = Vacated(victim.work.key, victim.slot)
-        self._preempt(victim)
-        self._free_cells = 0
+        self._preempt(victim, retain=False)
+        self._entering.append(victim)
+        self._capacity = self.cells_reserved
         return vacated
 
     def fed_keys(self) -> list[int]:
@@ -310,7 +353,7 @@ class Scheduler:
         fed = (self._by_slot[feed.slot] for feed in self._plan.step.feeds)
         return [sequence.work.key for sequence in fed if sequence is not None]
 
-    # --- inside --------------------------------------------------------------------------------------------
+    # --- inside: who goes, who comes -----------------------------------------------------------------------
 
     def _cut(self, now: float) -> list[Cut]:
         ended: list[Cut] = []
@@ -321,11 +364,16 @@ class Scheduler:
             self._end(heapq.heappop(self._deadlines)[1], "expired", ended)
         if not self._sequences:
             self._deadlines.clear()
-            for queue in self._waiting:
-                queue.clear()
         return ended
 
-    def _alone(self, now: float, admitted: list[Seat], preempted: dict[int, Vacated]) -> bool:
+    def _end(self, key: int, kind: Literal["cancelled", "expired"], ended: list[Cut]) -> None:
+        sequence = self._sequences.get(key)
+        if sequence is None:
+            return
+        stage = sequence.stage
+        ended.append(Cut(key, self.finish(key), kind, stage))
+
+    def _alone(self, now: float, plan: Plan) -> bool:
         """Whether a sequence runs alone in this step; seats the next one when it is time."""
         if any(sequence.work.alone for sequence in self._running.values()):
             self._alone_from = now + ALONE_WAIT_S
@@ -337,54 +385,71 @@ class Scheduler:
             return False
         if self._alone_from == NEVER:
             self._alone_from = now + ALONE_WAIT_S
-        others_wait = any(self._head(queue) is not None for queue in self._waiting)
+        others_wait = any(self._lines.head(level) is not None for level in range(len(CLASSES)))
         if now < self._alone_from and (self._running or others_wait):
             return False
         for victim in list(self._running.values()):
-            preempted[victim.work.key] = Vacated(victim.work.key, victim.slot)
+            plan.preempted.append(Vacated(victim.work.key, victim.slot))
             self._preempt(victim)
-        admitted.append(self._seat(self._sequences[self._suspects.popleft()]))
+            self._lines.enter(victim.ticket, now)
+        self._seat(self._sequences[self._suspects.popleft()], plan)
         self._alone_from = now + ALONE_WAIT_S
         return True
 
-    def _end(self, key: int, kind: Literal["cancelled", "expired"], ended: list[Cut]) -> None:
-        sequence = self._sequences.get(key)
-        if sequence is None:
-            return
-        stage = sequence.stage
-        ended.append(Cut(key, self.finish(key), kind, stage))
-
-    def _head(self, queue: list[tuple[float, float, int]]) -> _Sequence | None:
-        while queue:
-            sequence = self._sequences.get(queue[0][2])
-            if sequence is not None:
-                return sequence
-            heapq.heappop(queue)
-        return None
-
-    def _fits(self, sequence: _Sequence, slots: int, cells: int) -> bool:
-        return slots > 0 and sequence.limit <= cells
-
-    def _make_way(self, head: _Sequence, level: int, preempted: dict[int, Vacated]) -> bool:
-        """Whether `head` has room now; lower classes are preempted for it where that is enough."""
-        slots, cells = len(self._free_slots), self._free_cells
-        if self._fits(head, slots, cells):
-            return True
+    def _admit(self, now: float, plan: Plan) -> None:
         victims: list[_Sequence] = []
-        for victim in self._victims(level):
-            victims.append(victim)
-            slots, cells = slots + 1, cells + victim.limit
-            if self._fits(head, slots, cells):
-                break
-        else:
-            return False
+        for level in range(len(CLASSES)):
+            while (ticket := self._lines.head(level)) is not None:
+                head = self._sequences[ticket.key]
+                displaced = self._displaced(head, level)
+                if displaced is None:
+                    break
+                for victim in displaced:
+                    plan.preempted.append(Vacated(victim.work.key, victim.slot))
+                    self._preempt(victim)
+                victims += displaced
+                if displaced and self._room_after(head, []) is None:
+                    break  # less was kept of what it would share: next time
+                self._seat(head, plan)
         for victim in victims:
-            if self._fits(head, slots - 1, cells - victim.limit):
-                slots, cells = slots - 1, cells - victim.limit  # a later and larger one made it needless
-                continue
-            preempted[victim.work.key] = Vacated(victim.work.key, victim.slot)
-            self._preempt(victim)
-        return True
+            # Not before: what has just given way has no place in this step.
+            self._lines.enter(victim.ticket, now)
+
+    def _displaced(self, head: _Sequence, level: int) -> list[_Sequence] | None:
+        """Running sequences of lower classes that have to go for `head`; None when not even that is enough."""
+        displaced: list[_Sequence] = []
+        if self._room_after(head, displaced) is not None:
+            return displaced
+        lower = iter(self._victims(level))
+        while self._room_after(head, displaced) is None:
+            victim = next(lower, None)
+            if victim is None:
+                return None
+            displaced.append(victim)
+        for victim in list(displaced):
+            fewer = [one for one in displaced if one is not victim]
+            if self._room_after(head, fewer) is not None:
+                displaced = fewer  # a later and larger one made it needless
+        return displaced
+
+    def _room_after(self, head: _Sequence, displaced: Sequence[_Sequence]) -> int | None:
+        """Cells that would be left beside `head` without these; None when it would not fit."""
+        if len(self._free_slots) + len(displaced) < 1:
+            return None
+        depth, shared = self._cache.match(head.tokens, len(head.tokens) - 1)
+        pinned = {node: min(node.end, depth) - node.start for node in shared}
+        """What it shares counts for it, so it cannot be given up for it."""
+        cells = self._capacity - self._cache.cells - self._own + self._cache.retained
+        cells -= sum(tokens for node, tokens in pinned.items() if not node.live)
+        live: dict[Node, int] = {}
+        for victim in displaced:
+            cells += victim.own
+            for node in self._cache.path(victim.slot):
+                live[node] = live.get(node, node.live) - 1
+                if live[node] == 0:
+                    cells += len(node.tokens) - pinned.get(node, 0)
+        cells -= head.limit - depth
+        return cells if cells >= 0 else None
 
     def _victims(self, level: int) -> list[_Sequence]:
         """Running sequences of classes below `level`, whom to take first coming first."""
@@ -392,27 +457,63 @@ class Scheduler:
         lower.sort(key=lambda sequence: -sequence.level)
         return lower
 
-    def _preempt(self, victim: _Sequence) -> None:
-        self._vacate(victim)
+    def _seat(self, sequence: _Sequence, plan: Plan) -> None:
+        self._lines.leave(sequence.ticket)
+        slot = sequence.slot = self._free_slots.pop()
+        self._by_slot[slot] = sequence
+        self._running[sequence.work.key] = sequence
+        sequence.prefill = len(sequence.tokens)
+        self._share(sequence, plan)
+        self._reserve(sequence)
+        self._cache.evict(self._cache.cells + self._own - self._capacity)
+        if not sequence.ran:
+            self._lines.charge(sequence.work.tenant, sequence.prefill - sequence.done)
+        plan.admitted.append(Seat(slot, sequence.work))
+
+    def _preempt(self, victim: _Sequence, *, retain: bool = True) -> None:
+        """Takes the slot; whoever calls sees to it that the sequence waits again."""
+        self._vacate(victim, retain=retain)
         decoded = victim.tokens[len(victim.work.prompt) + len(victim.work.resume) :]
         resume = [*victim.work.resume, *(Token(token, "") for token in decoded)]
         victim.work = msgspec.structs.replace(victim.work, resume=resume)
-        heapq.heappush(self._waiting[victim.level], victim.rank)
+        victim.ran = True
 
-    def _vacate(self, sequence: _Sequence) -> None:
+    def _vacate(self, sequence: _Sequence, *, retain: bool) -> None:
+        slot = sequence.slot
+        if retain:
+            self._cache.extend(slot, sequence.tokens, sequence.done)
+        self._own -= sequence.own
+        sequence.own = 0
+        self._cache.leave(slot, retain=retain and not sequence.work.alone)
         del self._running[sequence.work.key]
-        self._by_slot[sequence.slot] = None
-        self._free_slots.append(sequence.slot)
-        self._free_cells = self._free_cells + sequence.limit if self._running else self.limits.n_ctx
+        self._by_slot[slot] = None
+        self._free_slots.append(slot)
+        if not self._running:
+            self._capacity = self.limits.n_ctx
         sequence.slot, sequence.done = -1, 0
 
-    def _seat(self, sequence: _Sequence) -> Seat:
-        sequence.slot = self._free_slots.pop()
-        sequence.prefill = len(sequence.tokens)
-        self._free_cells -= sequence.limit
-        self._by_slot[sequence.slot] = sequence
-        self._running[sequence.work.key] = sequence
-        return Seat(sequence.slot, sequence.work)
+    # --- inside: the prefix cache --------------------------------------------------------------------------
+
+    def _share(self, sequence: _Sequence, plan: Plan) -> None:
+        """Take what there is of the tokens that are still to be prefilled; the last one is fed for its logits."""
+        if not self._cache.enabled:
+            return
+        before = sequence.done
+        sequence.done = self._cache.share(sequence.slot, sequence.tokens, sequence.prefill - 1)
+        if sequence.done > before and not sequence.ran:
+            plan.shared.append((sequence.work.key, sequence.done - before))
+
+    def _publish(self, sequence: _Sequence) -> None:
+        """Others may share what has been prefilled."""
+        self._cache.extend(sequence.slot, sequence.tokens, sequence.done)
+        self._reserve(sequence)
+
+    def _reserve(self, sequence: _Sequence) -> None:
+        own = sequence.limit - self._cache.depth(sequence.slot)
+        self._own += own - sequence.own
+        sequence.own = own
+
+    # --- inside: the step ----------------------------------------------------------------------------------
 
     def _fill(self, plan: Plan) -> None:
         """Decode tokens first, then prompt chunks while the budget lasts."""
@@ -426,7 +527,14 @@ class Scheduler:
         plan.decode_tokens = len(feeds)
         allowed = min(self.limits.chunk_tokens, self._pace.fits(STREAM_S)) if feeds else self._pace.fits(IDLE_S)
         budget = min(self.limits.n_batch - len(feeds), allowed)
-        for sequence in sorted(prefills, key=lambda one: (one.level, one.rank)):
+        leaders: list[_Sequence] = []
+        for sequence in sorted(prefills, key=lambda one: (one.level, one.ticket.rank)):
+            if self._cache.enabled:
+                self._share(sequence, plan)
+                self._reserve(sequence)
+                if any(_follows(sequence, leader) for leader in leaders):
+                    continue
+                leaders.append(sequence)
             chunk = sequence.tokens[sequence.done : min(sequence.prefill, sequence.done + budget)]
             if not chunk:
                 break
@@ -434,6 +542,12 @@ class Scheduler:
             feeds.append(Feed(sequence.slot, sequence.done, chunk, last))
             plan.prefill_tokens += len(chunk)
             budget -= len(chunk)
+
+
+def _follows(sequence: _Sequence, leader: _Sequence) -> bool:
+    """Whether it should wait for the leader's prefill, to share it."""
+    limit = min(sequence.prefill - 1, leader.prefill)
+    return common(leader.tokens, sequence.tokens, 0, limit) >= sequence.done + WAIT_MIN_TOKENS
 
 
 def _nothing() -> Plan:

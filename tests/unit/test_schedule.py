@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,14 +14,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from arriero.schemas.errors import BadJob
 from arriero.schemas.job import CLASSES, Sampling
 from arriero.schemas.token import Token
-from arriero.workers.engine.seam import Pick, StepOutcome, Work
-from arriero.workers.schedule import ALONE_TOKENS, ALONE_WAIT_S, Limits, Plan, Scheduler
+from arriero.workers.engine.seam import TO_THE_END, Move, Pick, StepOutcome, Work
+from arriero.workers.fair import AGING_S
+from arriero.workers.schedule import ALONE_TOKENS, ALONE_WAIT_S, Limits, Picked, Plan, Scheduler
 
 LIMITS = Limits(slots=3, n_ctx=60, n_ctx_sequence=40, n_batch=16, chunk_tokens=4)
 
 
-def work(key: int, prompt: int = 4, max_tokens: int = 4, **changes: Any) -> Work:
-    fields: dict[str, Any] = {"prompt": list(range(prompt)), "sampling": Sampling(), "seed": 0, "arrived": float(key)}
+def work(key: int, prompt: int | list[int] = 4, max_tokens: int = 4, **changes: Any) -> Work:
+    tokens = list(range(prompt)) if isinstance(prompt, int) else prompt
+    fields: dict[str, Any] = {"prompt": tokens, "sampling": Sampling(), "seed": 0, "arrived": float(key)}
     return Work(key=key, max_tokens=max_tokens, **{**fields, **changes})
 
 
@@ -236,22 +240,142 @@ def test_a_cache_that_turned_out_smaller_is_trusted_again_when_nothing_runs() ->
     assert admitted(scheduler.plan(0.0)) == [2]
 
 
+SHARING = Limits(slots=4, n_ctx=400, n_ctx_sequence=200, n_batch=64, holders=4, retained=100)
+SYSTEM = list(range(100, 140))
+
+
+def fed(plan: Plan) -> int:
+    return sum(len(feed.tokens) for feed in plan.step.feeds)
+
+
+def test_a_common_beginning_is_prefilled_once_by_jobs_that_come_together() -> None:
+    scheduler = Scheduler(SHARING)
+    for key in range(4):
+        scheduler.add(work(key, [*SYSTEM, key, key]))
+    first = run(scheduler)
+    assert [len(feed.tokens) for feed in first.step.feeds] == [42]
+    second = run(scheduler)
+    assert second.shared == [(key, 40) for key in (1, 2, 3)]
+    assert second.prefill_tokens == 6
+
+
+def test_a_long_common_beginning_is_shared_as_soon_as_it_is_there() -> None:
+    scheduler = Scheduler(Limits(slots=2, n_ctx=400, n_ctx_sequence=200, n_batch=20, holders=4))
+    scheduler.add(work(1, [*SYSTEM, 1]))
+    scheduler.add(work(2, [*SYSTEM, 2]))
+    assert [fed(run(scheduler)) for _ in range(3)] == [20, 20, 2]
+
+
+def test_what_is_finished_serves_a_later_prompt_and_gives_way_to_a_larger_one() -> None:
+    scheduler = Scheduler(SHARING)
+    scheduler.add(work(1, SYSTEM, max_tokens=1))
+    run(scheduler)
+    assert scheduler.cells_retained == 40
+    scheduler.add(work(2, [*SYSTEM[:30], 1], max_tokens=1))
+    assert run(scheduler).shared == [(2, 30)]
+    for key in (3, 4):
+        scheduler.add(work(key, [key] * 150, max_tokens=50))
+    assert admitted(run(scheduler)) == [3, 4]
+    assert scheduler.cells_retained == 0
+
+
+def test_the_preempted_finds_its_cells_again() -> None:
+    scheduler = Scheduler(Limits(slots=1, n_ctx=400, n_ctx_sequence=200, n_batch=64, holders=4, retained=100))
+    scheduler.add(work(1, SYSTEM, max_tokens=20, priority="batch"))
+    run(scheduler)
+    run(scheduler)
+    scheduler.add(work(2, max_tokens=1, priority="standard"))
+    run(scheduler)
+    (feed,) = run(scheduler).step.feeds
+    assert (feed.position, list(feed.tokens)) == (41, [7])
+
+
+def test_without_holders_nothing_is_shared() -> None:
+    scheduler = Scheduler(msgspec.structs.replace(SHARING, holders=0))
+    for key in range(2):
+        scheduler.add(work(key, SYSTEM))
+    assert run(scheduler).prefill_tokens == 64
+
+
+def test_a_failed_sequence_leaves_nothing_behind() -> None:
+    scheduler = Scheduler(SHARING)
+    scheduler.add(work(1, SYSTEM))
+    run(scheduler)
+    scheduler.finish(1, retain=False)
+    assert scheduler.cells_retained == 0
+
+
+def test_batch_work_is_not_starved_by_urgent_work_without_end() -> None:
+    scheduler = Scheduler(Limits(slots=1, n_ctx=100, n_ctx_sequence=100, n_batch=16))
+    scheduler.add(work(0, max_tokens=1, priority="batch"))
+    seen: list[int] = []
+    for second in range(1, 200):
+        scheduler.add(work(second, max_tokens=1, priority="interactive", arrived=float(second)))
+        seen += admitted(run(scheduler, float(second)))
+    assert 0 in seen
+    assert seen.index(0) == pytest.approx(2 * AGING_S, abs=2)
+
+
 sizes = st.integers(1, 39)
+
+
+class Cells:
+    """A unified KV cache as llama.cpp has it: by sequence and position a cell, which others may share."""
+
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+        self._sequences: dict[int, dict[int, list[int]]] = {}
+        """A cell is a list of its one token, told apart by identity."""
+
+    def move(self, moves: list[Move]) -> None:
+        for source, target, start, end in moves:
+            places = self._sequences.setdefault(target, {})
+            if source < 0:
+                for place in [one for one in places if one >= start and (one < end or end == TO_THE_END)]:
+                    del places[place]
+            else:
+                for place in range(start, end):
+                    assert place not in places, "nothing is shared over what is there"
+                    places[place] = self._sequences[source][place]
+
+    def feed(self, slot: int, position: int, tokens: Sequence[int], expected: list[int]) -> None:
+        """Fill the next cells, after a look at those before them."""
+        places = self._sequences.setdefault(slot, {})
+        assert [places[place][0] for place in sorted(places)] == expected[:position]
+        assert list(tokens) == expected[position : position + len(tokens)]
+        places.update((position + i, [token]) for i, token in enumerate(tokens))
+
+    def filled(self) -> int:
+        return len({id(cell) for places in self._sequences.values() for cell in places.values()})
 
 
 class Machine(RuleBasedStateMachine):
     """Anything may come, be cancelled, expire, end early or meet a full cache between any two steps."""
 
     @initialize(
-        slots=st.integers(1, 4), n_ctx=st.integers(40, 120), n_batch=st.integers(4, 24), chunk=st.integers(1, 8)
+        slots=st.integers(1, 4),
+        n_ctx=st.integers(40, 120),
+        n_batch=st.integers(4, 24),
+        chunk=st.integers(1, 8),
+        holders=st.sampled_from([0, 1, 5]),
+        retained=st.sampled_from([0, 30, 120]),
     )
-    def start(self, slots: int, n_ctx: int, n_batch: int, chunk: int) -> None:
-        self.limits = Limits(slots=slots, n_ctx=n_ctx, n_ctx_sequence=40, n_batch=n_batch, chunk_tokens=chunk)
+    def start(self, slots: int, n_ctx: int, n_batch: int, chunk: int, holders: int, retained: int) -> None:
+        self.limits = Limits(
+            slots=slots,
+            n_ctx=n_ctx,
+            n_ctx_sequence=40,
+            n_batch=n_batch,
+            chunk_tokens=chunk,
+            holders=holders,
+            retained=retained,
+        )
         self.scheduler = Scheduler(self.limits)
+        self.kv = Cells(slots)
         self.alive: dict[int, Work] = {}
         self.ended: set[int] = set()
         self.seated: dict[int, int] = {}  # slot -> key, as a backend sees it
-        self.cells: dict[int, int] = {}  # slot -> cells filled
+        self.tokens: dict[int, list[int]] = {}
         self.outputs: dict[int, int] = {}
         self.cancelled: set[int] = set()
         self.now = 0.0
@@ -264,14 +388,27 @@ class Machine(RuleBasedStateMachine):
         deadline=st.none() | st.integers(0, 30),
         resume=st.integers(0, 3),
         alone=st.sampled_from([False, False, False, True]),
+        branch=st.sampled_from([8, 20, 40]),
+        tenant=st.sampled_from("ab"),
     )
-    def add(self, prompt: int, max_tokens: int, priority: str, deadline: int | None, resume: int, alone: bool) -> None:
+    def add(
+        self,
+        prompt: int,
+        max_tokens: int,
+        priority: str,
+        deadline: int | None,
+        resume: int,
+        alone: bool,
+        branch: int,
+        tenant: str,
+    ) -> None:
         self.next_key += 1
         room = min(max_tokens, 40 - prompt)
         new = work(
             self.next_key,
-            prompt,
-            max_tokens,
+            max_tokens=max_tokens,
+            prompt=[one % 9 if one > branch else one for one in range(prompt)],
+            tenant=tenant,
             priority=priority,
             deadline=None if deadline is None else self.now + deadline,
             resume=[Token(9, "")] * min(resume, room - 1),
@@ -280,6 +417,7 @@ class Machine(RuleBasedStateMachine):
         self.scheduler.add(new)
         self.alive[new.key] = new
         self.outputs[new.key] = len(new.resume)
+        self.tokens[new.key] = [*new.prompt, *(token.id for token in new.resume)]
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data())
@@ -302,24 +440,28 @@ class Machine(RuleBasedStateMachine):
         assert len({feed.slot for feed in feeds}) == len(feeds)
         if any(len(feed.tokens) == 1 and feed.position > 0 and feed.pick for feed in feeds) and plan.decode_tokens:
             assert plan.prefill_tokens <= self.limits.chunk_tokens
-        for feed in feeds:
-            assert feed.position == self.cells[feed.slot], "positions go on without a gap"
         if full_cache and len(feeds) > 1:
             vacated = self.scheduler.shed()
             assert vacated is not None
             self._leave(vacated.slot, vacated.key)
             return
-        for feed in feeds:
-            self.cells[feed.slot] += len(feed.tokens)
-        picked = self.scheduler.apply(StepOutcome([Pick(feed.slot, 1) for feed in feeds if feed.pick]))
-        for one in picked:
+        for one in self._decode(plan):
             assert self.seated[one.slot] == one.key
-            self.outputs[one.key] += 1
             longest = self.limits.output_tokens(self.alive[one.key])
             assert one.full == (self.outputs[one.key] == longest)
             if one.full or data.draw(st.integers(0, 9)) == 0:
                 self._leave(self.scheduler.finish(one.key), one.key)
                 self._end(one.key)
+
+    def _decode(self, plan: Plan) -> list[Picked]:
+        for feed in plan.step.feeds:
+            self.kv.feed(feed.slot, feed.position, feed.tokens, self.tokens[self.seated[feed.slot]])
+        assert self.kv.filled() <= self.limits.n_ctx
+        picked = self.scheduler.apply(StepOutcome([Pick(feed.slot, 1) for feed in plan.step.feeds if feed.pick]))
+        for one in picked:
+            self.outputs[one.key] += 1
+            self.tokens[one.key].append(1)
+        return picked
 
     def _arrange(self, plan: Plan) -> None:
         for cut in plan.ended:
@@ -340,7 +482,8 @@ class Machine(RuleBasedStateMachine):
             assert slot not in self.seated
             assert len(admitted_work.resume) == self.outputs[admitted_work.key]
             self.seated[slot] = admitted_work.key
-            self.cells[slot] = 0
+        self.kv.move(plan.moves)
+        assert self.scheduler.cells_used + self.scheduler.cells_retained == self.kv.filled()
         if any(seat.work.alone for seat in plan.admitted):
             assert len(plan.admitted) == len(self.seated) == 1
         elif plan.preempted:
@@ -349,7 +492,6 @@ class Machine(RuleBasedStateMachine):
 
     def _leave(self, slot: int, key: int) -> None:
         assert self.seated.pop(slot) == key
-        del self.cells[slot]
 
     def _end(self, key: int) -> None:
         assert key not in self.ended, "a key ends once"
@@ -361,7 +503,7 @@ class Machine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         assert len(self.seated) <= self.limits.slots
-        assert sum(self.cells.values()) == self.scheduler.cells_used
+        assert self.scheduler.cells_retained <= self.limits.retained
         assert self.scheduler.cells_used <= self.scheduler.cells_reserved <= self.limits.n_ctx
 
     @invariant()
@@ -383,10 +525,7 @@ class Machine(RuleBasedStateMachine):
             self._arrange(plan)
             if not self.alive:
                 break
-            for feed in plan.step.feeds:
-                self.cells[feed.slot] += len(feed.tokens)
-            for one in self.scheduler.apply(StepOutcome([Pick(feed.slot, 1) for feed in plan.step.feeds if feed.pick])):
-                self.outputs[one.key] += 1
+            for one in self._decode(plan):
                 if one.full:
                     self._leave(self.scheduler.finish(one.key), one.key)
                     self._end(one.key)
@@ -395,7 +534,7 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
 @settings(deadline=None)

@@ -8,11 +8,12 @@ length and its bytes packed into an integer, so a piece needs no table. The outp
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Final
 
 from arriero.schemas.errors import BadJob
 from arriero.schemas.job import Job
-from arriero.workers.engine.seam import ModelInfo, Pick, StepOutcome, StepPlan, Work
+from arriero.workers.engine.seam import ModelInfo, Move, Pick, StepOutcome, StepPlan, Work
 
 BYTES_MAX: Final = 3
 END: Final = 0
@@ -77,6 +78,9 @@ class EchoBackend:
 
     def begin(self, slot: int, work: Work) -> None:
         self._seated[slot] = list(work.prompt[len(work.resume) :])[::-1]
+
+    def move(self, moves: Sequence[Move]) -> None:
+        pass
 
     def step(self, plan: StepPlan) -> StepOutcome:
         if self._step_s:

@@ -12,7 +12,7 @@ says otherwise.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -44,6 +44,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     load_s: float = 0.0
     chat: bool = True
     """Whether the model file carries a chat template."""
+    holders: int = 0
+    """Sequence ids from `slots` on that can keep the cells of finished sequences; 0 where cells cannot be shared."""
 
 
 class Work(msgspec.Struct, kw_only=True, eq=False):
@@ -102,6 +104,7 @@ class Update(msgspec.Struct, kw_only=True):
     """It lost its slot in this step; its tokens are kept and it waits again."""
     first_token: bool = False
     cached_tokens: int = 0
+    """Prompt tokens that in this step turned out to need no prefill."""
     tokens: list[Token] = []
     ending: Ending | None = None
 
@@ -120,6 +123,9 @@ class StepTimings(msgspec.Struct, kw_only=True):
     """Sequences that hold a slot."""
     waiting: int = 0
     kv_used: int = 0
+    """Cells that running sequences hold."""
+    kv_retained: int = 0
+    """Cells kept of finished ones, for prompts that begin like them."""
 
 
 class StepReport(msgspec.Struct, kw_only=True):
@@ -152,6 +158,20 @@ class Pick(msgspec.Struct, frozen=True, gc=False):
     error: str = ""
 
 
+TO_THE_END: Final = -1
+"""A move's end: after the last token."""
+
+
+class Move(NamedTuple):
+    """Share the cells of positions [start, end) of sequence `source` with `target`; with no source (-1) remove them
+    from `target`. A slot is a sequence, and so is a holder."""
+
+    source: int
+    target: int
+    start: int
+    end: int
+
+
 class StepOutcome(msgspec.Struct):
     picks: list[Pick]
     decode_s: float = 0.0
@@ -177,6 +197,10 @@ class Backend(Protocol):
         """Seat a sequence in a free slot: sampling state is made, and replayed over `work.resume`."""
         ...
 
+    def move(self, moves: Sequence[Move]) -> None:
+        """Share and remove KV cells, in this order. Before the next step; slots are cleared by this alone."""
+        ...
+
     def step(self, plan: StepPlan) -> StepOutcome:
         """One forward pass and one pick for each feed that wants one.
 
@@ -185,7 +209,7 @@ class Backend(Protocol):
         ...
 
     def end(self, slot: int) -> None:
-        """Free a slot and its KV cells."""
+        """Forget the sequence of a slot; its cells are removed by a move."""
         ...
 
     def piece(self, token: int) -> bytes:

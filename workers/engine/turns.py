@@ -114,7 +114,7 @@ class Turns:
         self._updates.clear()
         timings.decode_s, timings.sample_s = outcome.decode_s, outcome.sample_s
         timings.sequences, timings.waiting = scheduler.running, scheduler.waiting
-        timings.kv_used = scheduler.cells_used
+        timings.kv_used, timings.kv_retained = scheduler.cells_used, scheduler.cells_retained
         now = self._now()
         timings.rest_s = max(0.0, now - self._since - outcome.decode_s - outcome.sample_s)
         self._since = now
@@ -142,6 +142,9 @@ class Turns:
                 self._fail(work.key, error if isinstance(error, ArrieroError) else _engine_error(error), "prefill")
             else:
                 self._update(work.key).admitted = True
+        self._backend.move(plan.moves)
+        for key, tokens in plan.shared:
+            self._update(key).cached_tokens += tokens
         if refused:
             plan.step.feeds[:] = [feed for feed in plan.step.feeds if feed.slot not in refused]
 
@@ -197,7 +200,7 @@ class Turns:
     ) -> None:
         """The sequence is over: free what it holds and note its Ending."""
         if key in self._scheduler:
-            slot = self._scheduler.finish(key)
+            slot = self._scheduler.finish(key, retain=kind != "failed")
             if slot >= 0:
                 self._backend.end(slot)
         sequence = self._sequences.pop(key)

@@ -7,6 +7,7 @@ call and picks a token for each feed that wants one, from logits that are read w
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import llama_cpp.llama_cpp as llama
@@ -20,7 +21,7 @@ from arriero.workers.engine.llama.model import LlamaSettings, Loaded, load
 from arriero.workers.engine.llama.sampling import NotFinite, SequenceSampler
 from arriero.workers.engine.llama.template import ChatTemplate
 from arriero.workers.engine.llama.vocab import Vocabulary
-from arriero.workers.engine.seam import ModelInfo, Pick, StepOutcome, StepPlan, Work
+from arriero.workers.engine.seam import TO_THE_END, ModelInfo, Move, Pick, StepOutcome, StepPlan, Work
 
 
 class LlamaBackend:
@@ -97,7 +98,6 @@ class LlamaBackend:
         resumed = [token.id for token in work.resume]
         if any(not 0 <= token < self._vocabulary.size for token in resumed):
             raise EngineError("the tokens to go on from are not of this model")
-        self._clear(slot)
         self._samplers[slot] = SequenceSampler(work.sampling, work.seed, len(resumed), [*work.prompt, *resumed])
 
     def step(self, plan: StepPlan) -> StepOutcome:
@@ -142,12 +142,19 @@ class LlamaBackend:
 
     def end(self, slot: int) -> None:
         self._samplers[slot] = None
-        self._clear(slot)
 
-    def _clear(self, slot: int) -> None:
-        """Free the slot's cells (each such call walks the whole cache: not for empty ones)."""
-        llama.llama_memory_seq_rm(self._memory, slot, -1, -1)
-        self._positions[slot] = 0
+    def move(self, moves: Sequence[Move]) -> None:
+        for source, target, start, end in moves:
+            if source < 0:
+                llama.llama_memory_seq_rm(self._memory, target, start, end)
+            else:
+                llama.llama_memory_seq_cp(self._memory, source, target, start, end)
+            if target >= self._info.slots:
+                continue
+            if source >= 0:
+                self._positions[target] = max(self._positions[target], end)
+            elif end == TO_THE_END:
+                self._positions[target] = start
 
     def piece(self, token: int) -> bytes:
         return self._pieces[token]

@@ -27,8 +27,9 @@ from arriero.workers.engine.seam import ModelInfo
 log = structlog.get_logger(__name__)
 
 SLOTS_DEFAULT: Final = 16
-SLOTS_MAX: Final = 255
-"""llama.cpp knows 256 sequence ids and aborts beyond; one is left for later use."""
+SEQUENCES_MAX: Final = 256
+"""llama.cpp knows so many sequence ids and aborts beyond. Those that are no slots hold finished prefixes."""
+SLOTS_MAX: Final = SEQUENCES_MAX - 1
 BATCH_CPU_TOKENS: Final = 512
 """A step's tokens on a CPU: about a second of prefill for a small model, so that cancelling stays quick."""
 BATCH_GPU_TOKENS: Final = 2_048
@@ -160,6 +161,7 @@ def load(settings: LlamaSettings, clock: Clock) -> Loaded:
         device=device,
         load_s=clock.monotonic() - began,
         chat=bool(template),
+        holders=SEQUENCES_MAX - llama.llama_n_seq_max(context),
     )
     log.info(
         "model_loaded",
