@@ -44,6 +44,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     batch: int | None = None
     threads: int | None = None
     chunk: int = 256
+    draft_tokens: int = 16
+    prefix_cache: bool = True
     gpu_layers: int | None = None
     main_gpu: int = 0
     split_mode: Literal["none", "layer", "row"] = "layer"

@@ -281,6 +281,8 @@ def engine_loader(settings: Settings) -> tuple[str, Callable[[], Backend]]:
         split_mode=engine.split_mode,
         tensor_split=engine.tensor_split,
         flash_attn=engine.flash_attn,
+        draft_tokens=engine.draft_tokens,
+        prefix_cache=engine.prefix_cache,
         type_k=engine.kv_type,
         type_v=engine.kv_type,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Callable
 
 from arriero.schemas.token import Token
@@ -18,6 +19,8 @@ class Listener:
         self.tokens: dict[int, list[Token]] = {}
         self.endings: dict[int, Ending] = {}
         self.flags: dict[int, list[str]] = {}
+        self.cached: Counter[int] = Counter()
+        """By key: prompt tokens that needed no prefill."""
         self.threads: set[str] = set()
         self._changed = asyncio.Event()
 
@@ -27,6 +30,7 @@ class Listener:
         for update in report.updates:
             assert update.key not in self.endings, "nothing follows an ending"
             self.tokens.setdefault(update.key, []).extend(update.tokens)
+            self.cached[update.key] += update.cached_tokens
             flags = self.flags.setdefault(update.key, [])
             flags += [name for name in ("admitted", "preempted", "first_token") if getattr(update, name)]
             if update.ending is not None:

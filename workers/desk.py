@@ -228,6 +228,8 @@ class Desk:
         metrics.waiting.set(self.waiting)
         metrics.kv_used.set(timings.kv_used)
         metrics.kv_retained.set(timings.kv_retained)
+        metrics.draft_tokens.inc(timings.draft_tokens)
+        metrics.accepted_tokens.inc(timings.accepted_tokens)
         metrics.prompt_tokens.inc(timings.prefill_tokens)
         metrics.generation_tokens.inc(tokens)
 

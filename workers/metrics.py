@@ -92,6 +92,12 @@ class WorkerMetrics(CommitMetrics):
         self.generation_tokens = Counter(
             "arriero_generation_tokens", "How many tokens have been decoded?", registry=registry
         )
+        self.draft_tokens = Counter(
+            "arriero_spec_decode_num_draft_tokens", "How many tokens have been guessed?", registry=registry
+        )
+        self.accepted_tokens = Counter(
+            "arriero_spec_decode_num_accepted_tokens", "How many guesses were right?", registry=registry
+        )
         self.preemptions = Counter(
             "arriero_num_preemptions", "How often did a job lose its slot to a more urgent one?", registry=registry
         )

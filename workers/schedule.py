@@ -19,7 +19,8 @@ applies it:
    decodes, a step carries at most `chunk_tokens` of prompts and no more than take `STREAM_S`, so that a long prompt
    does not hold the running streams up; otherwise it may fill the batch within `IDLE_S`, so that cancelling and
    urgent work do not wait long. How long a token takes is learned from the steps (`Pace`). A prompt that begins like
-   one that is being prefilled waits for it, and shares its cells.
+   one that is being prefilled waits for it, and shares its cells. When few sequences decode and nothing else is in the
+   step, guesses of what comes next go along (speculate.py).
 
 Idle capacity is left only when no waiting sequence may take it (work conserving up to the strict order in a class).
 """
@@ -27,7 +28,7 @@ Idle capacity is left only when no waiting sequence may take it (work conserving
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Final, Literal, NamedTuple
 
@@ -40,6 +41,7 @@ from arriero.schemas.token import Token
 from arriero.workers.engine.seam import Feed, ModelInfo, Move, StepOutcome, StepPlan, Work
 from arriero.workers.fair import OUTPUT_WEIGHT, Lines, Ticket
 from arriero.workers.prefix import Node, PrefixCache, common
+from arriero.workers.speculate import FEW_SEQUENCES, Balance, Lookup
 
 CHUNK_TOKENS: Final = 256
 """Most prompt tokens that a step carries beside running streams. Fewer make streams steadier and prompts slower."""
@@ -71,7 +73,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     n_batch: int
     chunk_tokens: int = CHUNK_TOKENS
     holders: int = 0
-    """As in `ModelInfo`."""
+    drafts: int = 0
+    """Both as in `ModelInfo`."""
     retained: int = 0
     """Cells that may keep what is finished, for prompts that begin like it."""
 
@@ -84,6 +87,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
             n_batch=info.n_batch,
             chunk_tokens=max(1, chunk_tokens),
             holders=info.holders,
+            drafts=info.drafts,
             retained=int(info.n_ctx * RETAINED_SHARE),
         )
 
@@ -154,6 +158,9 @@ class Plan(msgspec.Struct):
     """Keys, and how many tokens of their prompts need no prefill."""
     decode_tokens: int = 0
     prefill_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    """Guesses that were right; known once the outcome is."""
 
 
 class _Sequence(msgspec.Struct, eq=False):
@@ -171,6 +178,7 @@ class _Sequence(msgspec.Struct, eq=False):
     own: int = 0
     """Cells that are reserved for it alone: `limit` less what it has of the prefix cache."""
     ran: bool = False
+    lookup: Lookup | None = None
 
     @property
     def level(self) -> int:
@@ -210,6 +218,7 @@ class Scheduler:
         self._plan = _nothing()
         """The step that is under way."""
         self._pace = Pace()
+        self._balance = Balance()
 
     # --- what is there -------------------------------------------------------------------------------------
 
@@ -300,15 +309,21 @@ class Scheduler:
     def apply(self, outcome: StepOutcome) -> list[Picked]:
         """Take in what the planned step brought. `no_room` is not for here: see `shed`."""
         plan, self._plan = self._plan, _nothing()
+        got = Counter(pick.slot for pick in outcome.picks)
         for feed in plan.step.feeds:
             fed = self._by_slot[feed.slot]
             if fed is None:
                 continue
             decodes = fed.done >= fed.prefill
-            fed.done += len(feed.tokens)
+            fed.done += len(feed.tokens) - feed.draft
             if not decodes:
                 self._publish(fed)
-        self._pace.observe(plan.prefill_tokens, plan.decode_tokens, outcome.decode_s)
+            elif feed.draft and fed.lookup is not None:
+                accepted = max(0, got[feed.slot] - 1)
+                fed.done += accepted
+                fed.lookup.learn(feed.draft, accepted)
+                plan.accepted_tokens += accepted
+        self._observe(plan, outcome)
         picked: list[Picked] = []
         for pick in outcome.picks:
             sequence = self._by_slot[pick.slot]
@@ -321,6 +336,14 @@ class Scheduler:
                 sequence.work = msgspec.structs.replace(sequence.work, alone=False)
             picked.append(Picked(sequence.work.key, pick.slot, pick.token, pick.error, full))
         return picked
+
+    def _observe(self, plan: Plan, outcome: StepOutcome) -> None:
+        if plan.prefill_tokens:
+            self._pace.observe(plan.prefill_tokens, plan.decode_tokens, outcome.decode_s)
+        elif plan.draft_tokens:
+            self._balance.guessed(plan.decode_tokens, plan.accepted_tokens, outcome.decode_s + outcome.sample_s)
+        else:
+            self._balance.plain(plan.decode_tokens, outcome.decode_s + outcome.sample_s)
 
     def finish(self, key: int, *, retain: bool = True) -> int:
         """Forget a sequence that has ended; returns the slot it held, -1 for none. With `retain` its cells stay for
@@ -542,6 +565,22 @@ class Scheduler:
             feeds.append(Feed(sequence.slot, sequence.done, chunk, last))
             plan.prefill_tokens += len(chunk)
             budget -= len(chunk)
+        if self.limits.drafts and not prefills and 0 < len(feeds) <= FEW_SEQUENCES and self._balance.allows(len(feeds)):
+            self._guess(plan)
+
+    def _guess(self, plan: Plan) -> None:
+        """Let guesses go along with the decode tokens that are the step."""
+        feeds = plan.step.feeds
+        for place, feed in enumerate(feeds):
+            sequence = self._by_slot[feed.slot]
+            assert sequence is not None
+            if sequence.lookup is None:
+                sequence.lookup = Lookup(sequence.tokens)
+            share = (self.limits.drafts - plan.draft_tokens) // (len(feeds) - place)
+            guess = sequence.lookup.guess(min(share, sequence.limit - len(sequence.tokens) - 1))
+            if guess:
+                feeds[place] = msgspec.structs.replace(feed, tokens=[*feed.tokens, *guess], draft=len(guess))
+                plan.draft_tokens += len(guess)
 
 
 def _follows(sequence: _Sequence, leader: _Sequence) -> bool:

@@ -26,7 +26,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def _flag(*names: str, **settings: Any) -> Callable[[F], F]:
     """An option whose variable is ARRIERO_ and its long name."""
-    long = next(name for name in names if name.startswith("--"))
+    long = next(name for name in names if name.startswith("--")).split("/")[0]
     variable = "ARRIERO_" + long.removeprefix("--").replace("-", "_").upper()
     return click.option(*names, envvar=variable, show_envvar=False, **settings)
 
@@ -94,6 +94,19 @@ engine = _all(
     _flag("--tensor-split", metavar="N,N,...", help="Each GPU's share of the model."),
     _flag("--flash-attn", type=click.Choice(["auto", "on", "off"]), default="auto", show_default=True),
     _flag("--kv-type", type=click.Choice(["f32", "f16", "bf16", "q8_0", "q4_0"]), default="f16", show_default=True),
+    _flag(
+        "--prefix-cache/--no-prefix-cache",
+        default=True,
+        show_default=True,
+        help="Prefill what prompts have in common once.",
+    ),
+    _flag(
+        "--draft-tokens",
+        type=click.IntRange(0, 256),
+        default=16,
+        show_default=True,
+        help="Tokens that a step may guess from the text so far while few jobs run; 0 for none.",
+    ),
     click.option("--echo-step", "echo_step_s", type=click.FloatRange(0), default=0.0, hidden=True),
 )
 

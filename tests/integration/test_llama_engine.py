@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -67,15 +68,21 @@ class Engine:
         return [token.id for token in self.seen.tokens.get(key, [])]
 
 
-@pytest.fixture
-async def engine(tiny: Path) -> AsyncIterator[Engine]:
+@contextlib.asynccontextmanager
+async def running(path: Path, **changes: Any) -> AsyncIterator[Engine]:
     seen, clock = Listener(), SystemClock()
 
-    def exact() -> LlamaBackend:
-        return LlamaBackend(settings(tiny, **EXACT), clock)
+    def load() -> LlamaBackend:
+        return LlamaBackend(settings(path, **EXACT, **changes), clock)
 
-    async with EngineRunner(exact, seen, clock, chunk_tokens=8) as runner:
+    async with EngineRunner(load, seen, clock, chunk_tokens=8) as runner:
         yield Engine(runner, seen)
+
+
+@pytest.fixture
+async def engine(tiny: Path) -> AsyncIterator[Engine]:
+    async with running(tiny) as engine:
+        yield engine
 
 
 # --- generating --------------------------------------------------------------------------------------------
@@ -109,6 +116,35 @@ async def test_a_preempted_sequence_goes_on_as_if_nothing_had_happened(engine: E
     await engine.seen.end_of(*range(SLOTS))
     assert sum("preempted" in engine.seen.flags[i] for i in range(SLOTS)) == 1
     assert [engine.ids(i) for i in range(SLOTS)] == alone
+
+
+async def test_jobs_that_begin_alike_get_what_they_get_without_sharing(tiny: Path) -> None:
+    system = "the words that all of them begin with, " * 3
+    texts = []
+    for shares in (True, False):
+        async with running(tiny, prefix_cache=shares) as engine:
+            engine.runner.submit(await engine.work(50, "something that runs meanwhile", max_tokens=100))
+            for i in range(12):
+                engine.runner.submit(await engine.work(i, f"{system}and job {i}"))
+            await engine.seen.end_of(50, *range(12))
+            texts.append([engine.ids(i) for i in range(12)])
+            cached = [engine.seen.cached[i] for i in range(12)]
+            assert sorted(cached)[1] >= len(system) // 2 if shares else not any(cached)
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.3), Sampling(temperature=0.2, repeat_penalty=1.1)])
+async def test_guessed_tokens_are_those_that_would_have_been_picked(tiny: Path, sampling: Sampling) -> None:
+    texts = []
+    for drafts in (0, 16):
+        async with running(tiny, draft_tokens=drafts) as engine:
+            for i in range(3):
+                engine.runner.submit(await engine.work(i, f"again {i}", sampling=sampling, max_tokens=200))
+            await engine.seen.end_of(*range(3))
+            texts.append([engine.ids(i) for i in range(3)])
+            accepted = sum(report.timings.accepted_tokens for report in engine.seen.reports)
+            assert (accepted > 0) == (drafts > 0)
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(), Sampling(temperature=1.5, top_p=0.9, repeat_penalty=1.2)])

@@ -357,10 +357,11 @@ class Machine(RuleBasedStateMachine):
         n_ctx=st.integers(40, 120),
         n_batch=st.integers(4, 24),
         chunk=st.integers(1, 8),
+        drafts=st.sampled_from([0, 0, 6]),
         holders=st.sampled_from([0, 1, 5]),
         retained=st.sampled_from([0, 30, 120]),
     )
-    def start(self, slots: int, n_ctx: int, n_batch: int, chunk: int, holders: int, retained: int) -> None:
+    def start(self, slots: int, n_ctx: int, n_batch: int, chunk: int, drafts: int, holders: int, retained: int) -> None:
         self.limits = Limits(
             slots=slots,
             n_ctx=n_ctx,
@@ -368,6 +369,7 @@ class Machine(RuleBasedStateMachine):
             n_batch=n_batch,
             chunk_tokens=chunk,
             holders=holders,
+            drafts=drafts,
             retained=retained,
         )
         self.scheduler = Scheduler(self.limits)
@@ -446,7 +448,10 @@ class Machine(RuleBasedStateMachine):
             self._leave(vacated.slot, vacated.key)
             return
         for one in self._decode(plan):
+            if one.key in self.ended:
+                continue  # an earlier token of this step was its last
             assert self.seated[one.slot] == one.key
+            self._take(one)
             longest = self.limits.output_tokens(self.alive[one.key])
             assert one.full == (self.outputs[one.key] == longest)
             if one.full or data.draw(st.integers(0, 9)) == 0:
@@ -454,14 +459,26 @@ class Machine(RuleBasedStateMachine):
                 self._end(one.key)
 
     def _decode(self, plan: Plan) -> list[Picked]:
+        """Feed the cells as a backend does, and pick what follows a pattern that guesses sometimes hit."""
+        picks: list[Pick] = []
         for feed in plan.step.feeds:
-            self.kv.feed(feed.slot, feed.position, feed.tokens, self.tokens[self.seated[feed.slot]])
+            known = self.tokens[self.seated[feed.slot]]
+            guesses = list(feed.tokens[len(feed.tokens) - feed.draft :])
+            self.kv.feed(feed.slot, feed.position, feed.tokens, [*known, *guesses])
+            end = feed.position + len(feed.tokens) - feed.draft
+            for guess in [*guesses, None] if feed.pick else []:
+                picks.append(Pick(feed.slot, end // 5 % 2))
+                if picks[-1].token != guess:
+                    break
+                end += 1
+            self.kv.move([Move(-1, feed.slot, end, TO_THE_END)])
         assert self.kv.filled() <= self.limits.n_ctx
-        picked = self.scheduler.apply(StepOutcome([Pick(feed.slot, 1) for feed in plan.step.feeds if feed.pick]))
-        for one in picked:
-            self.outputs[one.key] += 1
-            self.tokens[one.key].append(1)
-        return picked
+        assert plan.draft_tokens == sum(feed.draft for feed in plan.step.feeds) <= self.limits.drafts
+        return self.scheduler.apply(StepOutcome(picks))
+
+    def _take(self, picked: Picked) -> None:
+        self.outputs[picked.key] += 1
+        self.tokens[picked.key].append(picked.token)
 
     def _arrange(self, plan: Plan) -> None:
         for cut in plan.ended:
@@ -526,6 +543,7 @@ class Machine(RuleBasedStateMachine):
             if not self.alive:
                 break
             for one in self._decode(plan):
+                self._take(one)
                 if one.full:
                     self._leave(self.scheduler.finish(one.key), one.key)
                     self._end(one.key)

@@ -46,6 +46,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the model file carries a chat template."""
     holders: int = 0
     """Sequence ids from `slots` on that can keep the cells of finished sequences; 0 where cells cannot be shared."""
+    drafts: int = 0
+    """Guessed tokens that one step may carry; 0 where they cannot be taken back."""
 
 
 class Work(msgspec.Struct, kw_only=True, eq=False):
@@ -119,6 +121,9 @@ class StepTimings(msgspec.Struct, kw_only=True):
     """Python's own share: planning, batch building, detokenising, bookkeeping, hand-over."""
     decode_tokens: int = 0
     prefill_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    """Of these guesses, the right ones."""
     sequences: int = 0
     """Sequences that hold a slot."""
     waiting: int = 0
@@ -142,10 +147,13 @@ class Feed(msgspec.Struct, frozen=True, gc=False):
     tokens: Sequence[int]
     pick: bool
     """Whether the token after the last of these is wanted."""
+    draft: int = 0
+    """So many of `tokens`, at their end, are guesses. A guess counts when it is what is picked in its place; with the
+    first one that is not, the rest is void."""
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """One forward pass. At most `slots` feeds and `n_batch` tokens; slots are 0..slots-1."""
+    """One forward pass. At most `slots` feeds, `n_batch` tokens and `drafts` guesses; slots are 0..slots-1."""
 
     feeds: list[Feed]
 
@@ -174,6 +182,7 @@ class Move(NamedTuple):
 
 class StepOutcome(msgspec.Struct):
     picks: list[Pick]
+    """Of a feed with guesses, one for each that was right and one more."""
     decode_s: float = 0.0
     sample_s: float = 0.0
     no_room: bool = False
@@ -202,7 +211,7 @@ class Backend(Protocol):
         ...
 
     def step(self, plan: StepPlan) -> StepOutcome:
-        """One forward pass and one pick for each feed that wants one.
+        """One forward pass, and a pick for each feed that wants one and each guess that was right.
 
         Raises EngineError when the pass failed; the runner then fails the sequences in it.
         """

@@ -107,8 +107,13 @@ class Turns:
                     self._make_room()
                 else:
                     timings.decode_tokens, timings.prefill_tokens = plan.decode_tokens, plan.prefill_tokens
+                    timings.draft_tokens = plan.draft_tokens
+                    timings.accepted_tokens = max(0, len(outcome.picks) - len(plan.step.feeds)) * bool(
+                        plan.draft_tokens
+                    )
                     for picked in scheduler.apply(outcome):
-                        self._take(picked)
+                        if picked.key in self._sequences:  # else an earlier token of this step was its last
+                            self._take(picked)
         self._recorder.step("idle")
         updates = list(self._updates.values())
         self._updates.clear()

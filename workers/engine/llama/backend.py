@@ -21,7 +21,9 @@ from arriero.workers.engine.llama.model import LlamaSettings, Loaded, load
 from arriero.workers.engine.llama.sampling import NotFinite, SequenceSampler
 from arriero.workers.engine.llama.template import ChatTemplate
 from arriero.workers.engine.llama.vocab import Vocabulary
-from arriero.workers.engine.seam import TO_THE_END, ModelInfo, Move, Pick, StepOutcome, StepPlan, Work
+from arriero.workers.engine.seam import TO_THE_END, Feed, ModelInfo, Move, Pick, StepOutcome, StepPlan, Work
+
+Rows = np.ndarray[Any, np.dtype[np.float32]]
 
 
 class LlamaBackend:
@@ -44,7 +46,7 @@ class LlamaBackend:
                     eos_token=self._vocabulary.eos_text,
                     clock=clock,
                 )
-            self._batch = Batch(self._info.n_batch, self._info.slots, self._vocabulary.size)
+            self._batch = Batch(self._info.n_batch, self._info.slots, self._info.drafts, self._vocabulary.size)
             self._suppressed = np.array(self._vocabulary.suppressed, np.intp)
             self._pieces = self._vocabulary.pieces
             self._samplers: list[SequenceSampler | None] = [None] * self._info.slots
@@ -102,21 +104,44 @@ class LlamaBackend:
 
     def step(self, plan: StepPlan) -> StepOutcome:
         """One forward pass, and a pick for each feed that wants one. Raises EngineError."""
-        wanted = self._batch.fill(plan, self._positions)
+        outputs = self._batch.fill(plan, self._positions)
         began = self._now()
         result = llama.llama_decode(self._context, self._batch.native)
         if result == 1:
             return StepOutcome([], decode_s=self._now() - began, no_room=True)
         if result != 0:
             raise EngineError(f"llama.cpp could not run the step (llama_decode returned {result})")
-        logits = self._logits(len(wanted))
+        logits = self._logits(outputs)
         decoded = self._now()
+        picks: list[Pick] = []
+        row = 0
         for feed in plan.feeds:
             self._positions[feed.slot] += len(feed.tokens)
-        picks = [self._pick(slot, logits[row]) for row, slot in enumerate(wanted)]
+            if not feed.pick:
+                continue
+            if feed.draft:
+                picks += self._verify(feed, logits[row : row + feed.draft + 1])
+            else:
+                picks.append(self._pick(feed.slot, logits[row]))
+            row += feed.draft + 1
         return StepOutcome(picks, decode_s=decoded - began, sample_s=self._now() - decoded)
 
-    def _logits(self, rows: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    def _verify(self, feed: Feed, logits: Rows) -> list[Pick]:
+        """Pick one token after the other for as long as the guesses are right; the cells of wrong ones are freed."""
+        picks: list[Pick] = []
+        guesses = feed.tokens[len(feed.tokens) - feed.draft :]
+        for row, guess in zip(logits, [*guesses, None], strict=True):
+            pick = self._pick(feed.slot, row)
+            picks.append(pick)
+            if pick.error or pick.token != guess:
+                break
+        wrong = feed.draft + 1 - len(picks)
+        if wrong:
+            end = self._positions[feed.slot] = self._positions[feed.slot] - wrong
+            llama.llama_memory_seq_rm(self._memory, feed.slot, end, TO_THE_END)
+        return picks
+
+    def _logits(self, rows: int) -> Rows:
         """The outputs of the last pass, in the order of the batch, as a view of llama.cpp's own memory."""
         shape = (rows, self._vocabulary.size)
         if not rows:
@@ -126,12 +151,12 @@ class LlamaBackend:
         if not address:
             raise EngineError("llama.cpp gave no logits")
         memory: Any = (ctypes.c_float * (shape[0] * shape[1])).from_address(address)
-        logits: np.ndarray[Any, np.dtype[np.float32]] = np.frombuffer(memory, np.float32).reshape(shape)
+        logits: Rows = np.frombuffer(memory, np.float32).reshape(shape)
         if self._suppressed.size:
             logits[:, self._suppressed] = -np.inf
         return logits
 
-    def _pick(self, slot: int, logits: np.ndarray[Any, np.dtype[np.float32]]) -> Pick:
+    def _pick(self, slot: int, logits: Rows) -> Pick:
         sampler = self._samplers[slot]
         if sampler is None:
             return Pick(slot, 0, "the slot has no sequence")

@@ -17,11 +17,13 @@ from arriero.workers.engine.seam import StepPlan
 
 
 class Batch:
-    """Room for `n_batch` tokens of `slots` sequences; slot and sequence id are the same number."""
+    """Room for `n_batch` tokens of `slots` sequences, `drafts` of them guesses; slot and sequence id are the same
+    number."""
 
-    def __init__(self, n_batch: int, slots: int, n_vocab: int) -> None:
+    def __init__(self, n_batch: int, slots: int, drafts: int, n_vocab: int) -> None:
         self._n_batch = n_batch
         self._slots = slots
+        self._outputs_max = slots + drafts
         self._n_vocab = n_vocab
         self._token = np.zeros(n_batch, np.int32)
         self._pos = np.zeros(n_batch, np.int32)
@@ -41,8 +43,9 @@ class Batch:
             logits=_pointer(self._logits, ctypes.c_int8),
         )
 
-    def fill(self, plan: StepPlan, positions: list[int]) -> list[int]:
-        """Lay the plan's tokens out; returns the slots whose logits are wanted, in the order of the outputs.
+    def fill(self, plan: StepPlan, positions: list[int]) -> int:
+        """Lay the plan's tokens out; returns the number of outputs: in the plan's order one for each feed that wants a
+        pick, and one more for each guess.
 
         `positions` has, by slot, the cells already filled. Raises EngineError for a plan that llama.cpp must not
         see.
@@ -51,10 +54,9 @@ class Batch:
         places: list[int] = []
         slots: list[int] = []
         outputs: list[int] = []
-        wanted: list[int] = []
         for feed in plan.feeds:
             slot, start, count = feed.slot, feed.position, len(feed.tokens)
-            if not 0 <= slot < self._slots or count == 0 or start != positions[slot]:
+            if not 0 <= slot < self._slots or not 0 <= feed.draft < count or start != positions[slot]:
                 raise EngineError(f"a step does not fit slot {slot} at position {start}")
             tokens.extend(feed.tokens)
             if count == 1:
@@ -64,10 +66,9 @@ class Batch:
                 places.extend(range(start, start + count))
                 slots.extend([slot] * count)
             if feed.pick:
-                outputs.append(len(tokens) - 1)
-                wanted.append(slot)
+                outputs.extend(range(len(tokens) - 1 - feed.draft, len(tokens)))
         total = len(tokens)
-        if not 0 < total <= self._n_batch or len(wanted) > self._slots:
+        if not 0 < total <= self._n_batch or len(plan.feeds) > self._slots or len(outputs) > self._outputs_max:
             raise EngineError(f"a step of {total:,} tokens does not fit the batch of {self._n_batch:,}")
         if min(tokens) < 0 or max(tokens) >= self._n_vocab:
             raise EngineError("a token is outside the model's vocabulary")
@@ -77,7 +78,7 @@ class Batch:
         self._logits[:total] = 0
         self._logits[outputs] = 1
         self.native.n_tokens = total
-        return wanted
+        return len(outputs)
 
 
 def _pointer(array: np.ndarray[Any, Any], kind: Any) -> Any:

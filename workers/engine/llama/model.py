@@ -30,6 +30,8 @@ SLOTS_DEFAULT: Final = 16
 SEQUENCES_MAX: Final = 256
 """llama.cpp knows so many sequence ids and aborts beyond. Those that are no slots hold finished prefixes."""
 SLOTS_MAX: Final = SEQUENCES_MAX - 1
+DRAFT_TOKENS: Final = 16
+"""Guesses that one step carries: about as many tokens as a step can take on before it takes twice as long."""
 BATCH_CPU_TOKENS: Final = 512
 """A step's tokens on a CPU: about a second of prefill for a small model, so that cancelling stays quick."""
 BATCH_GPU_TOKENS: Final = 2_048
@@ -79,6 +81,10 @@ class LlamaSettings(msgspec.Struct, frozen=True, kw_only=True):
     flash_attn: Literal["auto", "on", "off"] = "auto"
     type_k: KvType = "f16"
     type_v: KvType = "f16"
+    prefix_cache: bool = True
+    """Whether prompts that begin alike share cells."""
+    draft_tokens: int = DRAFT_TOKENS
+    """Tokens that one step may guess by looking them up in the text so far; 0 for none."""
     digest: str | None = None
     """First 16 hex digits of the file's SHA-256 where it is known already."""
 
@@ -161,7 +167,8 @@ def load(settings: LlamaSettings, clock: Clock) -> Loaded:
         device=device,
         load_s=clock.monotonic() - began,
         chat=bool(template),
-        holders=SEQUENCES_MAX - llama.llama_n_seq_max(context),
+        holders=SEQUENCES_MAX - llama.llama_n_seq_max(context) if settings.prefix_cache else 0,
+        drafts=settings.draft_tokens,
     )
     log.info(
         "model_loaded",
@@ -215,6 +222,7 @@ def _check_settings(settings: LlamaSettings, devices: list[Device]) -> None:
         ("n_batch", 1, 1 << 20),
         ("threads", 1, 512),
         ("gpu_layers", 0, 10_000),
+        ("draft_tokens", 0, 256),
     ):
         value = getattr(settings, name)
         if value is not None and not low <= value <= high:
@@ -241,14 +249,15 @@ def _check_model(model: Any, path: Path) -> None:
 
 def _make_context(settings: LlamaSettings, model: Any, header: Header, devices: list[Device]) -> Any:
     slots = settings.slots or SLOTS_DEFAULT
-    n_batch = max(slots, settings.n_batch or (BATCH_GPU_TOKENS if devices else BATCH_CPU_TOKENS))
+    outputs = slots + settings.draft_tokens
+    n_batch = max(outputs, settings.n_batch or (BATCH_GPU_TOKENS if devices else BATCH_CPU_TOKENS))
     threads = settings.threads or min(THREADS_MAX, len(os.sched_getaffinity(0)))
     parameters = llama.llama_context_default_params()
     parameters.n_ctx = _n_ctx(settings, model, header, devices, slots)
     parameters.n_batch = n_batch
-    parameters.n_ubatch = max(slots, min(UBATCH_TOKENS, n_batch))
+    parameters.n_ubatch = max(outputs, min(UBATCH_TOKENS, n_batch))
     parameters.n_seq_max = slots
-    parameters.n_outputs_max = slots
+    parameters.n_outputs_max = outputs
     parameters.n_threads = threads
     parameters.n_threads_batch = threads
     parameters.flash_attn_type = _FLASH[settings.flash_attn]
