@@ -2,7 +2,7 @@
 
 Chat and plain completions are spoken. A field that this version does not serve is refused by its name, never ignored;
 an explicit null counts as left out. Beyond OpenAI's own fields `top_k`, `min_p`, `repeat_penalty` and `penalty_last_n`
-are taken, as other servers take them.
+are taken, as other servers take them; so are `grammar` and `json_schema`.
 """
 
 from __future__ import annotations
@@ -56,6 +56,19 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool = False
 
 
+class Schema(msgspec.Struct, frozen=True, kw_only=True):
+    schema: dict[str, Any] = {}
+    name: str = ""
+    description: str = ""
+    strict: bool = False
+    """The output always follows the schema."""
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Schema | None = None
+
+
 class Body(msgspec.Struct, frozen=True, kw_only=True):
     """What both kinds of request have."""
 
@@ -75,6 +88,10 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     min_p: float | None = None
     repeat_penalty: float | None = None
     penalty_last_n: int | None = None
+    logit_bias: dict[str, float] = {}
+    grammar: str | None = None
+    json_schema: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
 
 
 class CompletionBody(Body, frozen=True, kw_only=True):
@@ -149,6 +166,8 @@ def read_request(
     if asked.stream_options is not None and not asked.stream:
         raise BadJob("`stream_options` goes with `stream`: true", field="stream_options")
     sampling = {name: value for name, value in given.items() if name in _SAMPLING}
+    if (schema := _response_schema(asked)) is not None:
+        sampling["json_schema"] = schema
     most = _max_tokens(asked)
     job = Job(
         id=job_id,
@@ -224,6 +243,20 @@ def _max_tokens(asked: CompletionBody | ChatBody) -> int | None:
     if most is None or asked.max_tokens in (None, most):
         return asked.max_tokens if most is None else most
     raise BadJob("`max_tokens` and `max_completion_tokens` say different things", field="max_completion_tokens")
+
+
+def _response_schema(asked: Body) -> dict[str, Any] | None:
+    """What `response_format` asks for as a schema. Raises BadJob."""
+    form = asked.response_format
+    if form is None or form.type == "text":
+        return None
+    if asked.grammar is not None or asked.json_schema is not None:
+        raise BadJob("`response_format` excludes `grammar` and `json_schema`", field="response_format")
+    if form.type == "json_object":
+        return {"type": "object"}
+    if form.json_schema is None:
+        raise BadJob("`response_format.json_schema` is missing", code="missing_field", field="response_format")
+    return form.json_schema.schema
 
 
 def _prompt(asked: CompletionBody | ChatBody) -> str | None:

@@ -53,7 +53,7 @@ class BadJob(ArrieroError):
 
     malformed_json, invalid_utf8, null_value, job_too_large, bad_id, unknown_field, missing_field, bad_type,
     bad_value, not_finite, unsupported_option, empty_prompt, class_mismatch, unknown_model, prompt_too_long,
-    bad_template.
+    bad_template, bad_grammar.
     """
 
     code = "bad_value"

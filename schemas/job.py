@@ -39,8 +39,9 @@ MAX_ATTEMPTS_LIMIT: Final = 100
 LATEST_DEADLINE: Final = 32_503_680_000.0
 """Unix seconds, the year 3000: a later one was meant to be milliseconds."""
 
+BIASES_MAX: Final = 1_024
 LATER_OPTIONS: Final = frozenset(
-    "logit_bias logprobs top_logprobs grammar json_schema response_format n best_of echo suffix tools tool_choice "
+    "logprobs top_logprobs n best_of echo suffix tools tool_choice "
     "functions function_call typical_p mirostat mirostat_tau mirostat_eta dry_multiplier xtc_probability "
     "dynatemp_range lora adapter reasoning_effort modalities audio prediction".split()
 )
@@ -72,6 +73,12 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     presence_penalty: float = 0.0
     penalty_last_n: int = 64
     """How many of the last tokens the penalties look at."""
+    logit_bias: dict[str, float] = {}
+    """By token id, in decimal digits: what is added to its logit, -100 to 100."""
+    grammar: str | None = None
+    """GBNF that the output follows."""
+    json_schema: dict[str, Any] | None = None
+    """JSON schema that the output follows."""
     seed: int | None = None
     """Left out, it is derived from the job's id, so that a resumed job draws what it would have drawn."""
 
@@ -258,6 +265,17 @@ def _check_sampling(sampling: Sampling, refuse: Any) -> None:
         raise refuse("sampling.top_p", "must be a finite number", "not_finite")
     if not 0.0 < sampling.top_p <= 1.0:
         raise refuse("sampling.top_p", "must be more than 0 and at most 1")
+    if len(sampling.logit_bias) > BIASES_MAX:
+        raise refuse("sampling.logit_bias", f"has more than {BIASES_MAX:,} tokens")
+    for token, bias in sampling.logit_bias.items():
+        if not (token.isascii() and token.isdecimal() and len(token) <= 9):
+            raise refuse("sampling.logit_bias", "has keys that are no token ids")
+        if not math.isfinite(bias):
+            raise refuse("sampling.logit_bias", "must hold finite numbers", "not_finite")
+        if not -100.0 <= bias <= 100.0:
+            raise refuse("sampling.logit_bias", "must be between -100 and 100 for each token")
+    if sampling.grammar is not None and sampling.json_schema is not None:
+        raise refuse("sampling.grammar", "and `sampling.json_schema` exclude each other")
     if sampling.seed is not None and not 0 <= sampling.seed < 1 << 63:
         raise refuse("sampling.seed", "must be between 0 and 2^63 - 1")
 

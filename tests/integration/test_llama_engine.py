@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import random
+import re
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -145,6 +147,96 @@ async def test_guessed_tokens_are_those_that_would_have_been_picked(tiny: Path, 
             accepted = sum(report.timings.accepted_tokens for report in engine.seen.reports)
             assert (accepted > 0) == (drafts > 0)
     assert texts[0] == texts[1]
+
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}, "ok": {"type": "boolean"}},
+    "required": ["name", "age", "ok"],
+}
+FORMED = [
+    Sampling(temperature=0.0, json_schema=PERSON),
+    Sampling(json_schema=PERSON),
+    Sampling(top_k=5, json_schema=PERSON),
+    Sampling(top_p=0.9, repeat_penalty=1.1, json_schema=PERSON),
+]
+
+
+@pytest.mark.parametrize("sampling", FORMED)
+async def test_output_follows_its_schema_beside_output_that_has_none(engine: Engine, sampling: Sampling) -> None:
+    for i in range(8):
+        form = sampling if i % 2 else msgspec.structs.replace(sampling, json_schema=None)
+        engine.runner.submit(await engine.work(i, f"a person, {i}", sampling=form, max_tokens=150, seed=i))
+    await engine.seen.end_of(*range(8))
+    for i in range(1, 8, 2):
+        assert engine.seen.endings[i].finish_reason == "stop"
+        person = json.loads(engine.seen.text(i))
+        assert list(person) == ["name", "age", "ok"]
+        assert len(person["name"]) <= 8 * 4, "a random model writes broken UTF-8, up to four pieces a character"
+        assert isinstance(person["age"], int)
+
+
+async def test_a_grammar_is_replayed_for_a_resumed_sequence(engine: Engine) -> None:
+    sampling = Sampling(grammar='root ::= "(" [a-z]{20} ("x" | "y") ")"')
+    whole = await engine.alone(1, "letters", sampling=sampling, max_tokens=60)
+    assert re.fullmatch(r"\([a-z]{20}[xy]\)", engine.seen.text(1))
+    resume = engine.seen.tokens[1][:9]
+    assert await engine.alone(2, "letters", sampling=sampling, resume=resume, max_tokens=60) == whole[9:]
+    wrong = [Token(ord("Z"), "Z")]
+    await engine.alone(3, "letters", sampling=sampling, resume=wrong)
+    assert engine.seen.endings[3].code == "resume_mismatch"
+
+
+HOSTILE_GRAMMARS = {
+    "no root": 'start ::= "a"',
+    "not a grammar": "???",
+    "empty": "",
+    "left recursion": 'root ::= root "a" | "b"',
+    "a rule that is missing": "root ::= nowhere",
+    "nested too deeply": "root ::= " + "(" * 200_000,
+    "nested too deeply and closed": "root ::= " + "(" * 2_000 + '"a"' + ")" * 2_000,
+    "closed too often": 'root ::= "a")',
+    "repeated too often": 'root ::= "a"{100000000}',
+    "repeated repetitions": 'root ::= ((("a"{1000}){1000}){1000}){1000}',
+    "too long": "root ::= " + '"a" ' * 100_000,
+    "a zero byte": 'root ::= "a\0"',
+    "an absurd number": 'root ::= "a"{' + "9" * 5_000 + "}",
+}
+
+
+@pytest.mark.parametrize("grammar", HOSTILE_GRAMMARS.values(), ids=HOSTILE_GRAMMARS.keys())
+async def test_a_hostile_grammar_is_refused_at_the_door(backend: LlamaBackend, grammar: str) -> None:
+    with pytest.raises(BadJob) as caught:
+        backend.prepare(Job(id="x", prompt="x", sampling=Sampling(grammar=grammar)))
+    assert caught.value.code == "bad_grammar"
+
+
+HOSTILE_SCHEMAS: dict[str, dict[str, Any]] = {
+    "unknown type": {"type": "thing"},
+    "remote": {"$ref": "https://127.0.0.1/schema"},
+    "broken reference": {"$ref": "#/definitions/none"},
+    "open pattern": {"type": "string", "pattern": "(a"},
+    "huge": {"type": "string", "minLength": 10_000_000},
+    "wrong kinds": {"properties": 5, "type": "object"},
+}
+
+
+@pytest.mark.parametrize("schema", HOSTILE_SCHEMAS.values(), ids=HOSTILE_SCHEMAS.keys())
+def test_a_hostile_schema_is_refused_at_the_door(backend: LlamaBackend, schema: dict[str, Any]) -> None:
+    with pytest.raises(BadJob) as caught:
+        backend.prepare(Job(id="x", prompt="x", sampling=Sampling(json_schema=schema)))
+    assert caught.value.code == "bad_grammar"
+
+
+def test_a_deep_grammar_within_the_bounds_is_read(backend: LlamaBackend) -> None:
+    deep = "root ::= " + "(" * 900 + '"a"' + ")" * 900
+    assert backend.prepare(Job(id="x", prompt="x", sampling=Sampling(grammar=deep)))
+
+
+def test_a_bias_beyond_the_vocabulary_is_refused(backend: LlamaBackend) -> None:
+    with pytest.raises(BadJob) as caught:
+        backend.prepare(Job(id="x", prompt="x", sampling=Sampling(logit_bias={"262": 1.0})))
+    assert caught.value.field == "sampling.logit_bias"
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(), Sampling(temperature=1.5, top_p=0.9, repeat_penalty=1.2)])

@@ -74,7 +74,7 @@ def reference(logits: np.ndarray[Any, Any], sampling: Sampling, history: list[in
 
 def ours(logits: np.ndarray[Any, Any], sampling: Sampling, history: list[int]) -> dict[int, float]:
     values = logits.copy()
-    sampler = SequenceSampler(sampling, 0, 0, history)
+    sampler = SequenceSampler(sampling, 0, history, [])
     if sampler._counts:
         sampler._penalise(values)
     kept = keep(values, float(values.max()), sampling)
@@ -112,7 +112,7 @@ def test_draws_follow_the_distribution(sampling: Sampling) -> None:
 def test_the_likeliest_tokens_come_up_as_often_as_they_should() -> None:
     logits = logits_of(5, 3_000, spread=2.5)
     expected = reference(logits, Sampling(), [])
-    sampler = SequenceSampler(Sampling(), 42, 0, [])
+    sampler = SequenceSampler(Sampling(), 42, [], [])
     draws = 6_000
     picks = [sampler.pick(logits) for _ in range(draws)]
     for token in sorted(expected, key=lambda one: -expected[one])[:5]:
@@ -130,22 +130,22 @@ def test_a_draw_is_a_function_of_seed_and_index(seed: int, index: int) -> None:
 def test_a_resumed_sequence_draws_what_it_would_have_drawn() -> None:
     sampling = Sampling(temperature=1.0, repeat_penalty=1.2, penalty_last_n=5)
     rows = [logits_of(i, 500) for i in range(30)]
-    whole = SequenceSampler(sampling, 9, 0, [1, 2, 3])
+    whole = SequenceSampler(sampling, 9, [1, 2, 3], [])
     tokens = [whole.pick(row.copy()) for row in rows]
-    again = SequenceSampler(sampling, 9, 12, [1, 2, 3, *tokens[:12]])
+    again = SequenceSampler(sampling, 9, [1, 2, 3], tokens[:12])
     assert [again.pick(row.copy()) for row in rows[12:]] == tokens[12:]
 
 
 def test_temperature_zero_takes_the_likeliest_after_penalties() -> None:
     logits = np.array([1.0, 5.0, 4.9, 0.0], np.float32)
-    assert SequenceSampler(Sampling(temperature=0.0), 1, 0, []).pick(logits.copy()) == 1
+    assert SequenceSampler(Sampling(temperature=0.0), 1, [], []).pick(logits.copy()) == 1
     penalised = Sampling(temperature=0.0, repeat_penalty=1.5)
-    assert SequenceSampler(penalised, 1, 0, [1]).pick(logits.copy()) == 2
+    assert SequenceSampler(penalised, 1, [1], []).pick(logits.copy()) == 2
 
 
 def test_the_window_of_the_penalties_moves_on() -> None:
     sampling = Sampling(temperature=0.0, presence_penalty=2.0, penalty_last_n=2)
-    sampler = SequenceSampler(sampling, 1, 0, [])
+    sampler = SequenceSampler(sampling, 1, [], [])
     logits = np.array([3.0, 2.5, 2.0], np.float32)
     assert [sampler.pick(logits.copy()) for _ in range(6)] == [0, 1, 2, 0, 1, 2]
 
@@ -156,12 +156,12 @@ def test_numbers_that_are_not_finite_are_refused(bad: float, temperature: float)
     logits = logits_of(1, 300)
     logits[17] = bad
     with pytest.raises(NotFinite):
-        SequenceSampler(Sampling(temperature=temperature), 1, 0, []).pick(logits)
+        SequenceSampler(Sampling(temperature=temperature), 1, [], []).pick(logits)
 
 
 def test_tokens_without_any_likelihood_are_refused() -> None:
     with pytest.raises(NotFinite):
-        SequenceSampler(Sampling(), 1, 0, []).pick(np.full(300, -np.inf, np.float32))
+        SequenceSampler(Sampling(), 1, [], []).pick(np.full(300, -np.inf, np.float32))
 
 
 @given(st.floats(0.0, 1.0, exclude_max=True), st.integers(0, 50), st.sampled_from([40, 1_100, 3_000]))
@@ -175,7 +175,7 @@ def test_a_suppressed_token_is_never_drawn(u: float, seed: int, size: int) -> No
 @pytest.mark.parametrize("temperature", [1e-45, 1e-7, 1e-5, 0.01])
 def test_a_tiny_temperature_is_greedy_and_quiet(temperature: float) -> None:
     logits = logits_of(2, 1_000)
-    sampler = SequenceSampler(Sampling(temperature=temperature), 3, 0, [])
+    sampler = SequenceSampler(Sampling(temperature=temperature), 3, [], [])
     assert [sampler.pick(logits) for _ in range(20)] == [int(logits.argmax())] * 20
 
 
@@ -183,3 +183,60 @@ def test_of_equal_logits_top_k_keeps_the_lower_ids() -> None:
     kept = keep(np.zeros(1_000, np.float32), 0.0, Sampling(top_k=3))
     assert kept is not None
     assert kept.tolist() == [0, 1, 2]
+
+
+class Odd:
+    """A grammar that allows odd tokens only."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def allowed(self, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        self.asked = max(self.asked, len(ids))
+        return np.asarray(ids % 2 == 1)
+
+    def allows(self, token: int) -> bool:
+        return token % 2 == 1
+
+    def accept(self, token: int) -> None:
+        assert token % 2 == 1
+
+    def free(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(temperature=0.7), Sampling(top_k=12), Sampling(top_p=0.7), Sampling(min_p=0.1)]
+)
+def test_what_a_grammar_leaves_is_drawn_by_its_likelihood(sampling: Sampling) -> None:
+    """First a draw as ever; where that does not fit, one among all that fits, cut as ever."""
+    logits = logits_of(4, 600, spread=2.0)
+    free = ours(logits, sampling, [])
+    masked = logits.copy()
+    masked[::2] = -np.inf
+    again = ours(masked, sampling, [])
+    refused = sum(share for token, share in free.items() if token % 2 == 0)
+    expected = {token: free.get(token, 0.0) + refused * share for token, share in again.items() if token % 2}
+    draws = 20_000
+    seen: dict[int, int] = {}
+    sampler = SequenceSampler(sampling, 5, [], [], Odd())  # type: ignore[arg-type]
+    for _ in range(draws):
+        token = sampler.pick(logits.copy())
+        seen[token] = seen.get(token, 0) + 1
+    distance = sum(abs(seen.get(token, 0) / draws - share) for token, share in expected.items()) / 2
+    assert distance < 0.03
+
+
+def test_a_greedy_pick_that_does_not_fit_gives_way_to_the_likeliest_that_does() -> None:
+    logits = np.arange(2_001, dtype=np.float32)
+    grammar = Odd()
+    assert SequenceSampler(Sampling(temperature=0.0), 1, [], [], grammar).pick(logits) == 1_999  # type: ignore[arg-type]
+    assert grammar.asked < 2_001, "only the likeliest were looked at"
+
+
+def test_a_bias_is_added_before_all_else() -> None:
+    logits = np.zeros(100, np.float32)
+    for token, bias in ((7, 50.0), (0, -100.0)):
+        sampler = SequenceSampler(Sampling(logit_bias={str(token): bias}), 3, [], [])
+        drawn = {sampler.pick(logits.copy()) for _ in range(50)}
+        assert (drawn == {token}) if bias > 0 else (token not in drawn)

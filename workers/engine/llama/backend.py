@@ -15,10 +15,11 @@ import numpy as np
 
 from arriero.schemas.clock import Clock
 from arriero.schemas.errors import BadJob, EngineError
-from arriero.schemas.job import Job
+from arriero.schemas.job import Job, Sampling
 from arriero.workers.engine.llama.batch import Batch
+from arriero.workers.engine.llama.grammar import Grammar, grammar_of
 from arriero.workers.engine.llama.model import LlamaSettings, Loaded, load
-from arriero.workers.engine.llama.sampling import NotFinite, SequenceSampler
+from arriero.workers.engine.llama.sampling import NotFinite, NothingAllowed, SequenceSampler
 from arriero.workers.engine.llama.template import ChatTemplate
 from arriero.workers.engine.llama.vocab import Vocabulary
 from arriero.workers.engine.seam import TO_THE_END, Feed, ModelInfo, Move, Pick, StepOutcome, StepPlan, Work
@@ -34,6 +35,7 @@ class LlamaBackend:
         self._now = clock.monotonic
         self._loaded: Loaded | None = load(settings, clock)
         loaded = self._loaded
+        self._samplers: list[SequenceSampler | None] = [None] * loaded.info.slots
         try:
             self._info = loaded.info
             self._context, self._memory = loaded.context, loaded.memory
@@ -49,7 +51,6 @@ class LlamaBackend:
             self._batch = Batch(self._info.n_batch, self._info.slots, self._info.drafts, self._vocabulary.size)
             self._suppressed = np.array(self._vocabulary.suppressed, np.intp)
             self._pieces = self._vocabulary.pieces
-            self._samplers: list[SequenceSampler | None] = [None] * self._info.slots
             self._positions = [0] * self._info.slots
             """By slot: cells filled."""
         except BaseException:
@@ -61,9 +62,10 @@ class LlamaBackend:
         return self._info
 
     def prepare(self, job: Job) -> list[int]:
-        """The prompt as token ids. Raises BadJob(prompt_too_long, empty_prompt, bad_template)."""
+        """The prompt as token ids. Raises BadJob(prompt_too_long, empty_prompt, bad_template, bad_grammar)."""
         try:
             tokens = self._tokenize(job)
+            self._check_sampling(job.sampling)
         except BadJob as error:
             error.job_id = job.id
             raise
@@ -95,12 +97,25 @@ class LlamaBackend:
         messages = [type(one)(role=one.role, content=guard.mark(one.content, marks)) for one in job.messages]
         return vocabulary.tokenize_chat(guard.split(self._template.render(messages), marks))
 
+    def _check_sampling(self, sampling: Sampling) -> None:
+        """What of it depends on the model."""
+        if any(int(token) >= self._vocabulary.size for token in sampling.logit_bias):
+            raise BadJob(
+                f"`sampling.logit_bias` has tokens beyond the model's {self._vocabulary.size:,}",
+                field="sampling.logit_bias",
+            )
+        if text := grammar_of(sampling):
+            Grammar(self._vocabulary.native, text).free()
+
     def begin(self, slot: int, work: Work) -> None:
         """Seat a sequence. Raises EngineError for resumed tokens that are not this model's."""
         resumed = [token.id for token in work.resume]
         if any(not 0 <= token < self._vocabulary.size for token in resumed):
             raise EngineError("the tokens to go on from are not of this model")
-        self._samplers[slot] = SequenceSampler(work.sampling, work.seed, len(resumed), [*work.prompt, *resumed])
+        self.end(slot)
+        text = grammar_of(work.sampling)
+        grammar = Grammar(self._vocabulary.native, text) if text else None
+        self._samplers[slot] = SequenceSampler(work.sampling, work.seed, work.prompt, resumed, grammar)
 
     def step(self, plan: StepPlan) -> StepOutcome:
         """One forward pass, and a pick for each feed that wants one. Raises EngineError."""
@@ -162,10 +177,12 @@ class LlamaBackend:
             return Pick(slot, 0, "the slot has no sequence")
         try:
             return Pick(slot, sampler.pick(logits))
-        except NotFinite as error:
+        except (NotFinite, NothingAllowed) as error:
             return Pick(slot, 0, str(error))
 
     def end(self, slot: int) -> None:
+        if (sampler := self._samplers[slot]) is not None:
+            sampler.close()
         self._samplers[slot] = None
 
     def move(self, moves: Sequence[Move]) -> None:
@@ -189,6 +206,10 @@ class LlamaBackend:
 
     def close(self) -> None:
         """Free the model; afterwards only `info` may be asked for."""
+        for sampler in self._samplers:
+            if sampler is not None:
+                sampler.close()
+        self._samplers = []
         if self._loaded is not None:
             self._loaded.free()
             self._loaded = None

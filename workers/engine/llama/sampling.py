@@ -1,11 +1,13 @@
 """From logits to the next token.
 
-The order is llama.cpp's: penalties, top_k, top_p, min_p, temperature, draw; so is the meaning of each. What differs
-is the work: nothing sorts the vocabulary. Each filter keeps a set of the likeliest tokens, so a threshold that all
-of them must pass is found first, and only the few above it are sorted.
+The order is llama.cpp's: bias, penalties, top_k, top_p, min_p, temperature, draw; so is the meaning of each. What
+differs is the work: nothing sorts the vocabulary. Each filter keeps a set of the likeliest tokens, so a threshold that
+all of them must pass is found first, and only the few above it are sorted.
 
 The draw of the token at index i is a hash of the seed and i, not the next number of a generator: whoever resumes a
 sequence draws as its first owner would have.
+
+With a grammar the pick is made first and then looked up. One that does not fit is drawn anew among what does.
 """
 
 from __future__ import annotations
@@ -13,12 +15,15 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
 
+from arriero.schemas.errors import EngineError
 from arriero.schemas.job import Sampling
+from arriero.workers.engine.llama.grammar import Grammar
 
 Row = np.ndarray[Any, np.dtype[np.float32]]
 Ids = np.ndarray[Any, np.dtype[np.intp]]
@@ -32,52 +37,128 @@ REACHES: Final = (2.0, 4.0, 7.0, 12.0)
 A look costs a pass over the vocabulary, and most end with the second."""
 
 
+LOOKED_AT: Final = 256
+"""The likeliest tokens, which a grammar is asked about before all others."""
+REDRAWS: Final = 16
+"""Draws, each without what was refused before, until the whole vocabulary is looked at instead."""
+
+
 class NotFinite(ArithmeticError):
     """The logits hold a NaN, an infinity, or no number at all."""
 
 
-def draw(seed: int, index: int) -> float:
+class NothingAllowed(ArithmeticError):
+    """The grammar allows no token."""
+
+
+def draw(seed: int, index: int, attempt: int = 0) -> float:
     """A number in [0, 1), a function of its arguments and nothing else (53 bits of BLAKE2b)."""
-    digest = hashlib.blake2b(b"%d/%d" % (seed, index), digest_size=8).digest()
+    of = b"%d/%d" % (seed, index) if attempt == 0 else b"%d/%d/%d" % (seed, index, attempt)
+    digest = hashlib.blake2b(of, digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
 class SequenceSampler:
-    """Picks the tokens of one sequence. `history` is its prompt and all that follows it so far."""
+    """Picks the tokens of one sequence, whose tokens so far are `prompt` and `resumed`. Owns its grammar."""
 
-    __slots__ = ("_counts", "_index", "_sampling", "_seed", "_window")
+    __slots__ = ("_bias", "_counts", "_grammar", "_index", "_sampling", "_seed", "_window")
 
-    def __init__(self, sampling: Sampling, seed: int, index: int, history: Iterable[int]) -> None:
+    def __init__(
+        self,
+        sampling: Sampling,
+        seed: int,
+        prompt: Sequence[int],
+        resumed: Sequence[int],
+        grammar: Grammar | None = None,
+    ) -> None:
+        """Raises EngineError(resume_mismatch) for resumed tokens that the grammar does not allow."""
         self._sampling = sampling
         self._seed = seed
-        self._index = index
+        self._index = len(resumed)
+        self._grammar = grammar
         self._window: deque[int] | None = None
         self._counts: dict[int, int] = {}
+        self._bias: tuple[Ids, Row] | None = None
+        if sampling.logit_bias:
+            ids = np.fromiter(map(int, sampling.logit_bias), np.intp, len(sampling.logit_bias))
+            self._bias = ids, np.fromiter(sampling.logit_bias.values(), np.float32, ids.size)
         last_n = sampling.penalty_last_n
         penalised = (
             sampling.repeat_penalty != 1.0 or sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0
         )
         if penalised and last_n > 0:
             self._window = deque()
-            for token in deque(history, maxlen=last_n):
+            for token in deque(chain(prompt, resumed), maxlen=last_n):
                 self._remember(token)
+        if grammar is not None:
+            for token in resumed:
+                if not grammar.allows(token):
+                    raise EngineError("the resumed tokens break the job's grammar", code="resume_mismatch")
+                grammar.accept(token)
+
+    def close(self) -> None:
+        if self._grammar is not None:
+            self._grammar.free()
+            self._grammar = None
 
     def pick(self, logits: Row) -> int:
-        """The next token. `logits` may be changed. Raises NotFinite."""
-        sampling = self._sampling
+        """The next token. `logits` may be changed. Raises NotFinite, NothingAllowed."""
+        if self._bias is not None:
+            ids, values = self._bias
+            logits[ids] += values
         if self._counts:
             self._penalise(logits)
-        best = int(logits.argmax())  # a NaN, if there is one: numpy counts it as the largest
-        top = float(logits[best])
-        if not math.isfinite(top):
-            raise NotFinite("the model's output is not finite")
-        token = best
-        if sampling.temperature > COLDEST:
-            token = choose(logits, top, sampling, draw(self._seed, self._index))
+        token = self._pick(logits, 0)
+        if self._grammar is not None:
+            if not self._grammar.allows(token):
+                token = self._pick_allowed(logits, token, self._grammar)
+            self._grammar.accept(token)
         self._index += 1
         if self._window is not None:
             self._remember(token)
         return token
+
+    def _pick(self, logits: Row, attempt: int) -> int:
+        best = int(logits.argmax())  # a NaN, if there is one: numpy counts it as the largest
+        top = float(logits[best])
+        if not math.isfinite(top):
+            raise NotFinite("the model's output is not finite")
+        if self._sampling.temperature <= COLDEST:
+            return best
+        return choose(logits, top, self._sampling, draw(self._seed, self._index, attempt))
+
+    def _pick_allowed(self, logits: Row, refused: int, grammar: Grammar) -> int:
+        """A pick among the tokens that the grammar allows, when it has refused one.
+
+        1. Where no filter cuts the distribution, drawing on without what was refused is the same as drawing from what
+           is allowed.
+        2. Else greedy and top_k need only the likeliest that are allowed, which are mostly near the top.
+        3. Else every token is looked at.
+        """
+        sampling = self._sampling
+        greedy = sampling.temperature <= COLDEST
+        if not greedy and sampling.top_k == 0 and sampling.top_p >= 1.0 and sampling.min_p <= 0.0:  # 1.
+            for attempt in range(1, REDRAWS):
+                logits[refused] = -np.inf
+                if not np.isfinite(logits.max()):
+                    raise NothingAllowed("the grammar allows no token here")
+                refused = self._pick(logits, attempt)
+                if grammar.allows(refused):
+                    return refused
+        needed = 1 if greedy else sampling.top_k or logits.size
+        kept: Ids = np.empty(0, np.intp)
+        if needed < LOOKED_AT < logits.size:  # 2.
+            near = np.argpartition(logits, logits.size - LOOKED_AT)[-LOOKED_AT:]
+            kept = near[grammar.allowed(near)]
+        if kept.size < needed:  # 3.
+            kept = np.flatnonzero(grammar.allowed(np.arange(logits.size)))
+        kept = kept[np.isfinite(logits[kept])]
+        if not kept.size:
+            raise NothingAllowed("the grammar allows no token here")
+        values = logits[kept]
+        logits[:] = -np.inf
+        logits[kept] = values
+        return self._pick(logits, REDRAWS)
 
     def _penalise(self, logits: Row) -> None:
         sampling = self._sampling

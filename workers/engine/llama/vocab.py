@@ -27,10 +27,10 @@ class Vocabulary:
     """Read once from a loaded model; afterwards plain Python but for `tokenize`, which any thread may call."""
 
     def __init__(self, model: Any) -> None:
-        self._native = llama.llama_model_get_vocab(model)
-        if not self._native:
+        self.native = llama.llama_model_get_vocab(model)
+        if not self.native:
             raise ModelError("the model has no vocabulary", code="model_unsupported")
-        vocab = self._native
+        vocab = self.native
         self.size: int = llama.llama_vocab_n_tokens(vocab)
         if self.size <= 0:
             raise ModelError("the model has no vocabulary", code="model_unsupported")
@@ -50,15 +50,15 @@ class Vocabulary:
         """The token as the model file writes it; empty for -1 (none)."""
         if not 0 <= token < self.size:
             return ""
-        return (llama.llama_vocab_get_text(self._native, token) or b"").decode("utf-8", "replace")
+        return (llama.llama_vocab_get_text(self.native, token) or b"").decode("utf-8", "replace")
 
     @property
     def bos_text(self) -> str:
-        return self.text(llama.llama_vocab_bos(self._native))
+        return self.text(llama.llama_vocab_bos(self.native))
 
     @property
     def eos_text(self) -> str:
-        return self.text(llama.llama_vocab_eos(self._native))
+        return self.text(llama.llama_vocab_eos(self.native))
 
     def tokenize_prompt(self, text: str) -> list[int]:
         """A raw prompt: the beginning token where the model wants one, and no control token out of the text."""
@@ -77,11 +77,11 @@ class Vocabulary:
         data = text.encode("utf-8", "replace")
         room = len(data) + 8
         buffer = (ctypes.c_int32 * room)()
-        count = llama.llama_tokenize(self._native, data, len(data), buffer, room, False, special)
+        count = llama.llama_tokenize(self.native, data, len(data), buffer, room, False, special)
         if count < 0:
             room = -count
             buffer = (ctypes.c_int32 * room)()
-            count = llama.llama_tokenize(self._native, data, len(data), buffer, room, False, special)
+            count = llama.llama_tokenize(self.native, data, len(data), buffer, room, False, special)
         if count < 0:
             raise BadJob("the prompt could not be tokenised", code="bad_value")
         return list(buffer[:count])
@@ -90,7 +90,7 @@ class Vocabulary:
 
     def _read_pieces(self) -> list[bytes]:
         """The bytes of every token, by id; none for control tokens."""
-        piece, vocab = llama.llama_token_to_piece, self._native
+        piece, vocab = llama.llama_token_to_piece, self.native
         size = PIECE_START_BYTES
         buffer = ctypes.create_string_buffer(size)
         pieces: list[bytes] = []
@@ -104,12 +104,12 @@ class Vocabulary:
         return pieces
 
     def _bos(self) -> list[int]:
-        token = llama.llama_vocab_bos(self._native)
-        return [token] if llama.llama_vocab_get_add_bos(self._native) and 0 <= token < self.size else []
+        token = llama.llama_vocab_bos(self.native)
+        return [token] if llama.llama_vocab_get_add_bos(self.native) and 0 <= token < self.size else []
 
     def _suppressed(self) -> list[int]:
         count = ctypes.c_int32(0)
-        tokens = llama.llama_vocab_get_suppress_tokens(self._native, ctypes.byref(count))
+        tokens = llama.llama_vocab_get_suppress_tokens(self.native, ctypes.byref(count))
         if not tokens:
             return []
         return [token for token in tokens[: count.value] if 0 <= token < self.size]
