@@ -7,7 +7,8 @@ back starts where the least served of those who wait stands, so idleness earns n
 The share comes before the deadline, and deadlines order only the work of one tenant: else whoever stamps everything as
 due now would be served alone.
 
-Who has waited `AGING_S` in a class goes up to the next one.
+Who has waited `AGING_S` in a class goes up to the next one, one of each class at a time: so nothing starves, and a
+backlog that has grown old as a whole does not take the place of what is urgent.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ class Ticket(msgspec.Struct, eq=False):
 
     rank: Rank
     tenant: str
+    home: int
+    """Its class, 0 the most urgent."""
     level: int
-    """The line that it stands in, 0 the most urgent; falls with age."""
+    """The line that it stands in; falls with age."""
     waits: bool = False
     since: float = 0.0
     """When it came to this line; a ticket that has left it counts no more there."""
@@ -58,6 +61,9 @@ class Lines:
         self._lines: list[dict[str, list[tuple[Rank, int, Ticket]]]] = [{} for _ in range(levels)]
         """By level and tenant a heap; what has left is dropped when it comes up."""
         self._ages: list[deque[_Entry]] = [deque() for _ in range(levels)]
+        """By class, who waits in it, the longest first."""
+        self._raised: list[Ticket | None] = [None] * levels
+        """By class, who has gone up from it and is not over yet."""
         self._pushes = itertools.count()
         """Tells two entries of one ticket apart: that it comes back before its first one has come up."""
         self._served: dict[str, float] = {}
@@ -86,6 +92,12 @@ class Lines:
             if not self._waiting:
                 self._forget()
 
+    def forget(self, ticket: Ticket) -> None:
+        """It is over."""
+        self.leave(ticket)
+        if self._raised[ticket.home] is ticket:
+            self._raised[ticket.home] = None
+
     def charge(self, tenant: str, tokens: float) -> None:
         """Count service that a tenant has got, in input tokens."""
         self._served[tenant] = self._served.get(tenant, 0.0) + tokens
@@ -108,29 +120,35 @@ class Lines:
 
     def age(self, now: float) -> None:
         """Move up who has waited long enough."""
-        for level in range(1, len(self._ages)):
-            ages = self._ages[level]
-            while ages and (ages[0].since + AGING_S <= now or not self._stands(ages[0], level)):
-                entry = ages.popleft()
-                if self._stands(entry, level):
-                    entry.ticket.level = level - 1
-                    self._push(entry.ticket, now)
+        for home in range(1, len(self._ages)):
+            ages, raised = self._ages[home], self._raised[home]
+            while ages and not self._stands(ages[0]):
+                ages.popleft()
+            if raised is None and ages and ages[0].since + AGING_S <= now:
+                raised = self._raised[home] = ages.popleft().ticket
+                self._raise(raised, now)
+            elif raised is not None and raised.waits and raised.level and raised.since + AGING_S <= now:
+                self._raise(raised, now)
 
     # --- inside --------------------------------------------------------------------------------------------
 
     def _order(self, ticket: Ticket) -> tuple[float, Rank]:
         return self._served[ticket.tenant], ticket.rank
 
-    def _stands(self, entry: _Entry, level: int) -> bool:
+    def _stands(self, entry: _Entry) -> bool:
         ticket = entry.ticket
-        return ticket.waits and ticket.level == level and ticket.since == entry.since
+        return ticket.waits and ticket.level == ticket.home and ticket.since == entry.since
+
+    def _raise(self, ticket: Ticket, now: float) -> None:
+        ticket.level -= 1
+        self._push(ticket, now)
 
     def _push(self, ticket: Ticket, now: float) -> None:
         ticket.since = now
         heapq.heappush(
             self._lines[ticket.level].setdefault(ticket.tenant, []), (ticket.rank, next(self._pushes), ticket)
         )
-        if ticket.level:
+        if ticket.level == ticket.home:
             self._ages[ticket.level].append(_Entry(now, ticket))
 
     def _forget(self) -> None:

@@ -15,12 +15,12 @@ applies it:
 4. A suspect (`Work.alone`) runs with nothing beside it. It waits for the others to end, `ALONE_WAIT_S` at most, then
    they are preempted for it; between two suspects the others get as long. With `ALONE_TOKENS` new tokens it is one
    like any other: what it has got past is no longer what crashed.
-5. The step: one token of every decoding sequence, then chunks of prompts, the most urgent first. While anything
-   decodes, a step carries at most `chunk_tokens` of prompts and no more than take `STREAM_S`, so that a long prompt
-   does not hold the running streams up; otherwise it may fill the batch within `IDLE_S`, so that cancelling and
-   urgent work do not wait long. How long a token takes is learned from the steps (`Pace`). A prompt that begins like
-   one that is being prefilled waits for it, and shares its cells. When few sequences decode and nothing else is in the
-   step, guesses of what comes next go along (speculate.py).
+5. The step: one token of every decoding sequence, then chunks of prompts, the most urgent first. A prompt beside
+   streams of its class or a more urgent one gets at most `chunk_tokens`, and no more than take `STREAM_S`, so that a
+   long one does not hold them up; otherwise it may fill the batch within `IDLE_S`, so that cancelling and urgent work
+   do not wait long. How long a token takes is learned from the steps (`Pace`). A prompt that begins like one that is
+   being prefilled waits for it, and shares its cells. When few sequences decode and nothing else is in the step, guesses
+   of what comes next go along (speculate.py).
 
 Idle capacity is left only when no waiting sequence may take it (work conserving up to the strict order in a class).
 """
@@ -270,9 +270,10 @@ class Scheduler:
                 code="prompt_too_long",
             )
         deadline = NEVER if work.deadline is None else work.deadline
+        level = CLASSES.index(work.priority)
         sequence = _Sequence(
             work=work,
-            ticket=Ticket((deadline, work.arrived, work.key), work.tenant, CLASSES.index(work.priority)),
+            ticket=Ticket((deadline, work.arrived, work.key), work.tenant, level, level),
             tokens=tokens,
             limit=len(work.prompt) + room,
         )
@@ -349,7 +350,7 @@ class Scheduler:
         """Forget a sequence that has ended; returns the slot it held, -1 for none. With `retain` its cells stay for
         prompts that begin like it, as long as there is room."""
         sequence = self._sequences.pop(key)
-        self._lines.leave(sequence.ticket)
+        self._lines.forget(sequence.ticket)
         slot = sequence.slot
         if slot >= 0:
             self._vacate(sequence, retain=retain)
@@ -548,8 +549,10 @@ class Scheduler:
             else:
                 feeds.append(Feed(sequence.slot, sequence.done, sequence.tokens[sequence.done :], True))
         plan.decode_tokens = len(feeds)
-        allowed = min(self.limits.chunk_tokens, self._pace.fits(STREAM_S)) if feeds else self._pace.fits(IDLE_S)
-        budget = min(self.limits.n_batch - len(feeds), allowed)
+        room = self.limits.n_batch - len(feeds)
+        idle = min(room, self._pace.fits(IDLE_S))
+        beside = min(idle, self.limits.chunk_tokens, self._pace.fits(STREAM_S))
+        streams = min((one.level for one in self._running.values() if one.done >= one.prefill), default=len(CLASSES))
         leaders: list[_Sequence] = []
         for sequence in sorted(prefills, key=lambda one: (one.level, one.ticket.rank)):
             if self._cache.enabled:
@@ -558,13 +561,13 @@ class Scheduler:
                 if any(_follows(sequence, leader) for leader in leaders):
                     continue
                 leaders.append(sequence)
-            chunk = sequence.tokens[sequence.done : min(sequence.prefill, sequence.done + budget)]
+            budget = (idle if sequence.level < streams else beside) - plan.prefill_tokens
+            chunk = sequence.tokens[sequence.done : min(sequence.prefill, sequence.done + budget)] if budget > 0 else []
             if not chunk:
                 break
             last = sequence.done + len(chunk) == sequence.prefill
             feeds.append(Feed(sequence.slot, sequence.done, chunk, last))
             plan.prefill_tokens += len(chunk)
-            budget -= len(chunk)
         if self.limits.drafts and not prefills and 0 < len(feeds) <= FEW_SEQUENCES and self._balance.allows(len(feeds)):
             self._guess(plan)
 

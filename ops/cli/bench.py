@@ -1,4 +1,4 @@
-"""bench engine, bench fleet, bench queue."""
+"""bench engine, bench fleet, bench queue, bench schedule."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from arriero.ops import models
 from arriero.ops.bench.engine import EngineBenchOptions, engine_command
 from arriero.ops.bench.fleet import AGAINST, Base, print_fleet_bench, run_fleet_bench
 from arriero.ops.bench.queue import QueueBenchOptions, print_queue_bench, run_queue_bench
+from arriero.ops.bench.schedule import ScheduleBenchOptions, StepCost, print_schedule_bench, run_schedule_bench
 from arriero.ops.logging import configure
 from arriero.schemas.errors import SetupError
 
 
 @click.group()
 def bench() -> None:
-    """Measure the engine, the whole fleet, or the queue. Each prints both sides and their ratio from paired runs."""
+    """Measure the engine, the whole fleet, the queue or the scheduler, each beside something to compare it with."""
 
 
 bench.add_command(engine_command)
@@ -102,3 +103,36 @@ def queue(kafka: str | None, redis: str | None, as_json: bool, **fields: object)
         click.echo(msgspec.json.encode(result))
     else:
         print_queue_bench(result, console)
+
+
+@bench.command("schedule")
+@click.option(
+    "--trace", type=click.Path(exists=True, path_type=Path), help="JSON lines.  [default: drawn from the seed]"
+)
+@click.option("--seed", type=int, default=1, show_default=True)
+@click.option(
+    "--minutes", type=click.FloatRange(0.1, 10_000), default=30.0, show_default=True, help="Of the drawn trace."
+)
+@click.option(
+    "--load", type=click.FloatRange(0.01, 10), default=0.9, show_default=True, help="Its share of all that can be done."
+)
+@click.option("--slots", type=click.IntRange(1, 255), default=16, show_default=True)
+@click.option("--n-ctx", type=click.IntRange(256), default=16_384, show_default=True)
+@click.option(
+    "--step-ms", type=click.FloatRange(0), default=40.0, show_default=True, help="What a step takes at least."
+)
+@click.option("--token-ms", type=click.FloatRange(0), default=3.0, show_default=True, help="Of each token in it.")
+@click.option("--json", "as_json", is_flag=True)
+def schedule(step_ms: float, token_ms: float, as_json: bool, **fields: object) -> None:
+    """An arrival trace through the scheduler in virtual time: how many jobs of each class keep their promise.
+
+    A line of a trace is {"at": seconds, "class": ..., "tenant": ..., "prompt": tokens, "output": tokens, "prefix":
+    tokens that it shares with others of its tenant}. Beside it runs the same trace as one line without classes.
+    """
+    console = Console(stderr=as_json)
+    cost = StepCost(step_s=step_ms / 1000, token_s=token_ms / 1000)
+    ours, line = run_schedule_bench(ScheduleBenchOptions(cost=cost, **fields), console)  # type: ignore[arg-type]
+    if as_json:
+        click.echo(msgspec.json.encode({"ours": ours, "one_line": line}))
+    else:
+        print_schedule_bench(ours, line, console)

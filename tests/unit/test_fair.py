@@ -15,7 +15,7 @@ _keys = itertools.count()
 
 def ticket(tenant: str, *, level: int = 0, deadline: float = NEVER) -> Ticket:
     key = next(_keys)
-    return Ticket((deadline, float(key), key), tenant, level)
+    return Ticket((deadline, float(key), key), tenant, level, level)
 
 
 def take(lines: Lines, level: int = 0) -> Ticket | None:
@@ -83,6 +83,22 @@ def test_who_has_waited_goes_up_a_class_and_keeps_its_place_there() -> None:
     lines.age(AGING_S)
     assert take(lines, 1) is old
     assert lines.head(2) is None
+
+
+def test_one_of_a_class_goes_up_at_a_time_and_up_to_the_top() -> None:
+    lines = Lines(3)
+    old = [ticket("a", level=2) for _ in range(3)]
+    for one in old:
+        lines.enter(one, 0.0)
+    for second in range(int(3 * AGING_S)):
+        lines.age(float(second))
+    assert [one.level for one in old] == [0, 2, 2]
+    assert take(lines) is old[0]
+    lines.age(3 * AGING_S)
+    assert [one.level for one in old] == [0, 2, 2], "the first one runs, and is not over"
+    lines.forget(old[0])
+    lines.age(3 * AGING_S)
+    assert [one.level for one in old] == [0, 1, 2]
 
 
 def test_who_comes_back_before_its_first_entry_has_come_up_stands_once() -> None:

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from arriero.schemas.errors import BadJob
 from arriero.schemas.job import CLASSES, Sampling
 from arriero.schemas.token import Token
-from arriero.workers.engine.seam import TO_THE_END, Move, Pick, StepOutcome, Work
+from arriero.workers.engine.seam import TO_THE_END, Feed, Move, Pick, StepOutcome, Work
 from arriero.workers.fair import AGING_S
 from arriero.workers.schedule import ALONE_TOKENS, ALONE_WAIT_S, Limits, Picked, Plan, Scheduler
 
@@ -64,6 +64,14 @@ def test_decode_tokens_come_first_and_prompts_share_a_budget() -> None:
     last = run(scheduler)
     assert (last.step.feeds[1].position, last.step.feeds[1].tokens) == (8, [8, 9])
     assert last.step.feeds[1].pick
+
+
+def test_a_prompt_more_urgent_than_the_streams_beside_it_need_not_be_cut() -> None:
+    scheduler = Scheduler(LIMITS)
+    scheduler.add(work(1, prompt=4, max_tokens=10, priority="batch"))
+    run(scheduler)
+    scheduler.add(work(2, prompt=10, priority="interactive"))
+    assert run(scheduler).prefill_tokens == 10
 
 
 def test_without_running_streams_a_prompt_may_fill_the_batch() -> None:
@@ -440,8 +448,10 @@ class Machine(RuleBasedStateMachine):
         assert bool(feeds) == bool(self.alive), "with anything left a step does something"
         assert sum(len(feed.tokens) for feed in feeds) <= self.limits.n_batch
         assert len({feed.slot for feed in feeds}) == len(feeds)
-        if any(len(feed.tokens) == 1 and feed.position > 0 and feed.pick for feed in feeds) and plan.decode_tokens:
-            assert plan.prefill_tokens <= self.limits.chunk_tokens
+        streams, prompts = feeds[: plan.decode_tokens], feeds[plan.decode_tokens :]
+        most_urgent = min((self._level(feed) for feed in streams), default=len(CLASSES))
+        held = [feed for feed in prompts if self._level(feed) >= most_urgent]
+        assert sum(len(feed.tokens) for feed in held) <= self.limits.chunk_tokens
         if full_cache and len(feeds) > 1:
             vacated = self.scheduler.shed()
             assert vacated is not None
@@ -457,6 +467,9 @@ class Machine(RuleBasedStateMachine):
             if one.full or data.draw(st.integers(0, 9)) == 0:
                 self._leave(self.scheduler.finish(one.key), one.key)
                 self._end(one.key)
+
+    def _level(self, feed: Feed) -> int:
+        return CLASSES.index(self.alive[self.seated[feed.slot]].priority)
 
     def _decode(self, plan: Plan) -> list[Picked]:
         """Feed the cells as a backend does, and pick what follows a pattern that guesses sometimes hit."""
