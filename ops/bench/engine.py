@@ -11,13 +11,15 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
 import click
 import msgspec
 import structlog
+from click.core import ParameterSource
 from rich.console import Console
 from rich.table import Table
 
@@ -182,8 +184,8 @@ async def _run(options: EngineBenchOptions, clock: Clock) -> EngineBench:
             wall_s=wall_s,
             ttft=spread_of(gauge.firsts),
             inter_token=spread_of(gauge.gaps),
-            all_steps=_split(gauge.steps),
-            full_steps=_split([one for one in gauge.steps if one.decode_tokens == slots and not one.prefill_tokens]),
+            all_steps=split_of(gauge.steps),
+            full_steps=split_of([one for one in gauge.steps if one.decode_tokens == slots and not one.prefill_tokens]),
             before=before,
             loaded=loaded,
             after=memory(),
@@ -278,7 +280,7 @@ def spread_of(values: list[float]) -> Spread:
     return Spread(*(ordered[min(len(ordered) - 1, int(len(ordered) * share))] for share in (0.5, 0.95, 0.99, 1.0)))
 
 
-def _split(steps: list[StepTimings]) -> StepSplit:
+def split_of(steps: Sequence[StepTimings]) -> StepSplit:
     count = max(1, len(steps))
     decode_s, sample_s, rest_s = (
         sum(getattr(step, part) for step in steps) / count for part in ("decode_s", "sample_s", "rest_s")
@@ -304,6 +306,20 @@ def memory() -> Memory:
     return Memory(total_bytes=sizes.get("VmRSS", 0), file_bytes=sizes.get("RssFile", 0))
 
 
+_OF_WORKLOADS: Final = tuple(
+    "jobs max_tokens padding_tokens n_ctx gpu_layers chunk_tokens temperature top_p top_k".split()
+)
+"""Options that a set workload leaves no choice of."""
+_OF_AGAINST: Final = ("workload", "rounds", "server_args")
+
+
+def _refuse(ctx: click.Context, names: Sequence[str], why: str) -> None:
+    """An option that would be ignored is an error."""
+    for name in names:
+        if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"--{name.replace('_', '-')} {why} --against")
+
+
 @click.command("engine")
 @click.option("--model", default=models.DEMO.name, show_default=True, help="A known model, a GGUF file, or `echo`.")
 @click.option("--cache", type=click.Path(path_type=Path), help="Where fetched models are kept.")
@@ -318,15 +334,58 @@ def memory() -> Memory:
 @click.option("--temperature", type=click.FloatRange(0, 10), default=0.8, show_default=True)
 @click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=0.95, show_default=True)
 @click.option("--top-k", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--against", type=click.Choice(["llama-server"]), help="Compare with llama.cpp's own server.")
+@click.option("--workload", "workload", metavar="NAME,...", help="With --against: which.  [default: all]")
+@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="With --against: runs of a side.")
+@click.option("--server-args", metavar="WORDS", default="", help="With --against: further flags for llama-server.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-def engine_command(cache: Path | None, as_json: bool, **options: object) -> None:
+@click.pass_context
+def engine_command(
+    ctx: click.Context,
+    /,
+    cache: Path | None,
+    as_json: bool,
+    against: str | None,
+    workload: str | None,
+    rounds: int,
+    server_args: str,
+    **options: object,
+) -> None:
     """Many jobs through one engine, without brokers.
 
     Prints tokens/s, times to the first and between tokens, where the time of a step goes, and memory.
+
+    With --against llama-server the jobs are those of set workloads, and llama.cpp's server does the same in turns, with
+    the same token ids, sampling, threads, slots and KV cells. It is built from the source of the installed
+    llama-cpp-python the first time (some ten minutes; cmake and a C++ compiler are needed).
+
+    \b
+        a   16 jobs at once, 128 tokens in, 64 out, greedy     (beside llama-batched-bench, too)
+        b   the same, sampled                                  (beside llama-batched-bench, too)
+        c   32 at once behind one system prompt of 512 tokens, cold cache (32 slots)
+        c2  128 behind four such system prompts, 16 at a time
+        d   mixed lengths, Poisson arrivals
+        e   a prompt of 2,048 tokens joins 8 running streams: the gap that they see
+        h   interactive jobs arrive in a full batch class: their time to the first token
+
+    \b
+    arriero bench engine --against llama-server --workload a,c --rounds 5
+    arriero bench engine --against llama-server --model gemma-3-270m --server-args="--swa-full"
     """
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     fields = {"cache": cache or models.default_cache(os.environ), **options}
+    _refuse(ctx, _OF_WORKLOADS if against else _OF_AGAINST, "goes only without" if against else "needs")
     try:
+        if against:
+            from arriero.ops.bench.against import AgainstOptions, bench_against
+
+            shared = {name: fields[name] for name in ("model", "cache", "slots", "threads")}
+            bench_against(
+                AgainstOptions(rounds=rounds, server_arguments=tuple(shlex.split(server_args)), **shared),  # type: ignore[arg-type]
+                workload,
+                as_json=as_json,
+            )
+            return
         bench = run_engine_bench(EngineBenchOptions(**fields))  # type: ignore[arg-type]
     except ArrieroError as error:
         raise click.ClickException(error.message) from error
