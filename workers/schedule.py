@@ -19,8 +19,8 @@ applies it:
    streams of its class or a more urgent one gets at most `chunk_tokens`, and no more than take `STREAM_S`, so that a
    long one does not hold them up; otherwise it may fill the batch within `IDLE_S`, so that cancelling and urgent work
    do not wait long. How long a token takes is learned from the steps (`Pace`). A prompt that begins like one that is
-   being prefilled waits for it, and shares its cells. When few sequences decode and nothing else is in the step, guesses
-   of what comes next go along (speculate.py).
+   being prefilled waits for it, and shares its cells. When few sequences decode and nothing else is in the step,
+   guesses of what comes next go along (speculate.py).
 
 Idle capacity is left only when no waiting sequence may take it (work conserving up to the strict order in a class).
 """
