@@ -372,6 +372,15 @@ class Scheduler:
         self._capacity = self.cells_reserved
         return vacated
 
+    @property
+    def yields_to(self) -> int:
+        """Work of a class before this one need not wait for the step planned last: it only prefills, so nobody's stream
+        stands still when it is broken off, and less urgent work."""
+        if self._plan.decode_tokens:
+            return 0
+        fed = (self._by_slot[feed.slot] for feed in self._plan.step.feeds)
+        return min((sequence.level for sequence in fed if sequence is not None), default=0)
+
     def fed_keys(self) -> list[int]:
         """Who is in the step planned last: whom its failure hits."""
         fed = (self._by_slot[feed.slot] for feed in self._plan.step.feeds)

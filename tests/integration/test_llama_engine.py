@@ -149,6 +149,24 @@ async def test_guessed_tokens_are_those_that_would_have_been_picked(tiny: Path, 
     assert texts[0] == texts[1]
 
 
+async def test_urgent_work_does_not_wait_for_a_prefill_of_the_batch_class(tmp_path: Path) -> None:
+    slow = write_tiny_gguf(tmp_path / "slow.gguf", layers=8, width=512, heads=8, heads_kv=8, n_ctx=4_096)
+    async with running(slow, n_ctx=8_192, n_batch=2_048) as engine:
+        whole = await engine.alone(1, "x" * 1_500, max_tokens=4)
+        aborted = False
+        for key in range(10, 40, 2):
+            engine.runner.submit(await engine.work(key, f"{key}{'x' * 1_500}", max_tokens=4, priority="batch"))
+            urgent = await engine.work(key + 1, "hello", max_tokens=2, priority="interactive")
+            await asyncio.sleep(0.02)  # into the prefill
+            engine.runner.submit(urgent)
+            await engine.seen.end_of(key, key + 1)
+            assert len(engine.ids(key)) == 4
+            if aborted := any(report.timings.aborted for report in engine.seen.reports):
+                break
+        assert aborted
+        assert await engine.alone(2, "x" * 1_500, max_tokens=4) == whole
+
+
 PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}, "ok": {"type": "boolean"}},

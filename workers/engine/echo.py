@@ -96,6 +96,9 @@ class EchoBackend:
                 picks.append(Pick(feed.slot, left.pop() if left else END))
         return StepOutcome(picks, decode_s=self._step_s)
 
+    def abort(self) -> None:
+        pass
+
     def end(self, slot: int) -> None:
         self._seated[slot] = []
 

@@ -25,7 +25,7 @@ import structlog
 
 from arriero.schemas.clock import Clock
 from arriero.schemas.errors import ModelError
-from arriero.schemas.job import Job
+from arriero.schemas.job import CLASSES, Job
 from arriero.workers.engine.seam import Backend, ModelInfo, Prepared, StepReport, Work
 from arriero.workers.engine.turns import Turns
 from arriero.workers.flight import FlightRecorder
@@ -73,6 +73,7 @@ class EngineRunner:
         self._pool: ThreadPoolExecutor | None = None
         self._backend: Backend | None = None
         self._info: ModelInfo | None = None
+        self._turns: Turns | None = None
 
     async def __aenter__(self) -> EngineRunner:
         await self.start()
@@ -123,8 +124,14 @@ class EngineRunner:
         return await asyncio.gather(*(self._loop.run_in_executor(self._pool, work, *one) for one in jobs))
 
     def submit(self, work: Work) -> None:
-        """Queue a sequence; it ends with exactly one Update that carries an Ending, unless the runner closes."""
+        """Queue a sequence; it ends with exactly one Update that carries an Ending, unless the runner closes.
+
+        A prefill of less urgent work is broken off for it.
+        """
         self._commands.put(work)
+        turns, backend = self._turns, self._backend
+        if turns is not None and backend is not None and CLASSES.index(work.priority) < turns.yields_to:
+            backend.abort()
 
     def cancel(self, key: int) -> None:
         """End a sequence before the next step. Unknown and ended keys are ignored."""
@@ -162,7 +169,7 @@ class EngineRunner:
             self._call(_reject, loaded, failure)
             return
         try:
-            turns = Turns(backend, self._clock, self._chunk_tokens, self._recorder)
+            turns = self._turns = Turns(backend, self._clock, self._chunk_tokens, self._recorder)
             self._call(_resolve, loaded, backend)
             while self._drain(turns):
                 report = turns.turn()

@@ -124,6 +124,8 @@ class StepTimings(msgspec.Struct, kw_only=True):
     draft_tokens: int = 0
     accepted_tokens: int = 0
     """Of these guesses, the right ones."""
+    aborted: bool = False
+    """The step was broken off for more urgent work, and did nothing."""
     sequences: int = 0
     """Sequences that hold a slot."""
     waiting: int = 0
@@ -187,10 +189,12 @@ class StepOutcome(msgspec.Struct):
     sample_s: float = 0.0
     no_room: bool = False
     """The KV cache had no place for the batch; nothing was changed and nothing picked."""
+    aborted: bool = False
+    """`abort` was called; nothing was changed and nothing picked."""
 
 
 class Backend(Protocol):
-    """One loaded model. Called from the engine thread only, but `prepare`, which any thread may call."""
+    """One loaded model. Called from the engine thread only, but `prepare` and `abort`, which any thread may call."""
 
     @property
     def info(self) -> ModelInfo: ...
@@ -215,6 +219,10 @@ class Backend(Protocol):
 
         Raises EngineError when the pass failed; the runner then fails the sequences in it.
         """
+        ...
+
+    def abort(self) -> None:
+        """End the step that runs, if the device can; one that does not run, or has just begun, may miss it."""
         ...
 
     def end(self, slot: int) -> None:

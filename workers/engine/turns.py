@@ -47,6 +47,8 @@ class Turns:
         self._updates: dict[int, Update] = {}
         self._since = self._now()
         """When the turn began."""
+        self.yields_to = 0
+        """The step that runs is to be broken off for work of a class before this one (an index of `CLASSES`)."""
 
     @property
     def idle(self) -> bool:
@@ -96,6 +98,7 @@ class Turns:
         timings = StepTimings()
         if plan.step.feeds:
             self._recorder.step("prefill" if plan.prefill_tokens else "decode", [feed.slot for feed in plan.step.feeds])
+            self.yields_to = scheduler.yields_to
             try:
                 outcome = self._backend.step(plan.step)
             except EngineError as error:
@@ -103,7 +106,9 @@ class Turns:
                 for key in scheduler.fed_keys():
                     self._fail(key, error, "decode")
             else:
-                if outcome.no_room:
+                if outcome.aborted:
+                    timings.aborted = True
+                elif outcome.no_room:
                     self._make_room()
                 else:
                     timings.decode_tokens, timings.prefill_tokens = plan.decode_tokens, plan.prefill_tokens
@@ -114,6 +119,7 @@ class Turns:
                     for picked in scheduler.apply(outcome):
                         if picked.key in self._sequences:  # else an earlier token of this step was its last
                             self._take(picked)
+        self.yields_to = 0
         self._recorder.step("idle")
         updates = list(self._updates.values())
         self._updates.clear()

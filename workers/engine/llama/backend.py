@@ -48,6 +48,11 @@ class LlamaBackend:
                     eos_token=self._vocabulary.eos_text,
                     clock=clock,
                 )
+            # llama.cpp asks before each node of its graph whether to go on. A Python callback would take the
+            # interpreter's lock each time; C's strlen says as much of a buffer that is empty until it is written to.
+            self._abort = ctypes.create_string_buffer(2)
+            self._asked = ctypes.cast(ctypes.CDLL(None).strlen, llama.ggml_abort_callback)
+            llama.llama_set_abort_callback(self._context, self._asked, ctypes.cast(self._abort, ctypes.c_void_p))
             self._batch = Batch(self._info.n_batch, self._info.slots, self._info.drafts, self._vocabulary.size)
             self._suppressed = np.array(self._vocabulary.suppressed, np.intp)
             self._pieces = self._vocabulary.pieces
@@ -121,7 +126,12 @@ class LlamaBackend:
         """One forward pass, and a pick for each feed that wants one. Raises EngineError."""
         outputs = self._batch.fill(plan, self._positions)
         began = self._now()
+        self._abort[0] = b"\0"
         result = llama.llama_decode(self._context, self._batch.native)
+        if result == 2:
+            for feed in plan.feeds:
+                llama.llama_memory_seq_rm(self._memory, feed.slot, self._positions[feed.slot], TO_THE_END)
+            return StepOutcome([], decode_s=self._now() - began, aborted=True)
         if result == 1:
             return StepOutcome([], decode_s=self._now() - began, no_room=True)
         if result != 0:
@@ -140,6 +150,9 @@ class LlamaBackend:
                 picks.append(self._pick(feed.slot, logits[row]))
             row += feed.draft + 1
         return StepOutcome(picks, decode_s=decoded - began, sample_s=self._now() - decoded)
+
+    def abort(self) -> None:
+        self._abort[0] = b"x"
 
     def _verify(self, feed: Feed, logits: Rows) -> list[Pick]:
         """Pick one token after the other for as long as the guesses are right; the cells of wrong ones are freed."""
