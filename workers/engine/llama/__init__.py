@@ -1,6 +1,7 @@
 """The llama.cpp backend, over llama-cpp-python's low-level calls.
 
 gguf_check.py   a file's header, checked before llama.cpp sees it
+plan.py         memory, before anything is loaded
 model.py        loading: devices, memory, context
 vocab.py        text to tokens, tokens to bytes; whose control tokens count
 template.py     chat templates in a sandbox

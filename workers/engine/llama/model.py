@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import os
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -22,39 +23,23 @@ from llama_cpp._ggml import libggml
 from arriero.schemas.clock import Clock
 from arriero.schemas.errors import ModelError
 from arriero.workers.engine.llama.gguf_check import Header, check
+from arriero.workers.engine.llama.plan import Asked, MemoryPlan, plan
 from arriero.workers.engine.seam import ModelInfo
 
 log = structlog.get_logger(__name__)
 
-SLOTS_DEFAULT: Final = 16
 SEQUENCES_MAX: Final = 256
 """llama.cpp knows so many sequence ids and aborts beyond. Those that are no slots hold finished prefixes."""
 SLOTS_MAX: Final = SEQUENCES_MAX - 1
 DRAFT_TOKENS: Final = 16
 """Guesses that one step carries: about as many tokens as a step can take on before it takes twice as long."""
-BATCH_CPU_TOKENS: Final = 512
-"""A step's tokens on a CPU: about a second of prefill for a small model, so that cancelling stays quick."""
-BATCH_GPU_TOKENS: Final = 2_048
-UBATCH_TOKENS: Final = 512
-SLOT_CTX_TOKENS: Final = 1_024
-"""KV cells for each slot when nobody says: a prompt and the default 512 tokens of output."""
-CTX_MIN_TOKENS: Final = 256
 CTX_MAX_TOKENS: Final = 1 << 24
-KV_MEMORY_SHARE: Final = 0.5
-"""Of the memory that is free before loading, less the weights: the largest KV cache that is chosen unasked."""
-GIB: Final = 1 << 30
 THREADS_MAX: Final = 16
 """Decoding is bound by memory; more threads than this rarely help and always cost."""
 
 KvType = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
-_KV_TYPES: Final[dict[str, tuple[int, float]]] = {
-    "f32": (0, 4),
-    "f16": (1, 2),
-    "q4_0": (2, 18 / 32),
-    "q8_0": (8, 34 / 32),
-    "bf16": (30, 2),
-}
-"""Number in ggml, bytes of an element."""
+_KV_TYPES: Final[dict[str, int]] = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8, "bf16": 30}
+"""Numbers in ggml."""
 _SPLIT_MODES: Final = {"none": 0, "layer": 1, "row": 2}
 _FLASH: Final = {"auto": -1, "off": 0, "on": 1}
 _GPU_KINDS: Final = (1, 2)
@@ -93,6 +78,7 @@ class Device(msgspec.Struct, frozen=True):
     name: str
     description: str
     free_bytes: int
+    total_bytes: int = 0
 
 
 class Loaded(msgspec.Struct, frozen=True):
@@ -119,9 +105,8 @@ def load(settings: LlamaSettings, clock: Clock) -> Loaded:
     llama.llama_backend_init()
     devices = gpu_devices()
     _check_settings(settings, devices)
-    layers = int(header.own("block_count", 0) or 0)
-    on_device = layers if settings.gpu_layers is None else min(settings.gpu_layers, layers)
-    offloaded = on_device if devices else 0
+    planned = plan_load(settings, header, devices, _free_memory_bytes())
+    layers, offloaded = planned.layers, planned.on_device
     digest = settings.digest or file_digest(path)
 
     parameters = llama.llama_model_default_params()
@@ -138,7 +123,7 @@ def load(settings: LlamaSettings, clock: Clock) -> Loaded:
         raise ModelError(f"llama.cpp cannot load {path}: {_last(said)}", code="model_invalid")
     try:
         _check_model(model, path)
-        context = _make_context(settings, model, header, devices)
+        context = _make_context(settings, model, planned)
         if not context:
             raise ModelError(
                 f"no room for the KV cache of {path.name}: {_last(said)}; "
@@ -208,7 +193,7 @@ def gpu_devices() -> list[Device]:
             continue
         free, total = ctypes.c_size_t(0), ctypes.c_size_t(0)
         memory(device, ctypes.byref(free), ctypes.byref(total))
-        devices.append(Device(name(device).decode(), description(device).decode(), free.value))
+        devices.append(Device(name(device).decode(), description(device).decode(), free.value, total.value))
     return devices
 
 
@@ -247,55 +232,38 @@ def _check_model(model: Any, path: Path) -> None:
             raise ModelError(f"{path.name} {what}; only plain decoder models are served", code="model_unsupported")
 
 
-def _make_context(settings: LlamaSettings, model: Any, header: Header, devices: list[Device]) -> Any:
-    slots = settings.slots or SLOTS_DEFAULT
-    outputs = slots + settings.draft_tokens
-    n_batch = max(outputs, settings.n_batch or (BATCH_GPU_TOKENS if devices else BATCH_CPU_TOKENS))
+def plan_load(settings: LlamaSettings, header: Header, devices: Sequence[Device], host_free: int) -> MemoryPlan:
+    """What loading would take, before anything is loaded. Raises ModelError(model_too_large)."""
+    used = devices[settings.main_gpu :][:1] if settings.split_mode == "none" else devices
+    asked = Asked(
+        slots=settings.slots,
+        n_ctx=settings.n_ctx,
+        n_batch=settings.n_batch,
+        gpu_layers=settings.gpu_layers,
+        draft_tokens=settings.draft_tokens,
+        type_k=settings.type_k,
+        type_v=settings.type_v,
+        flash=settings.flash_attn != "off",
+    )
+    return plan(header, asked, host_free=host_free, device_free=sum(device.free_bytes for device in used))
+
+
+def _make_context(settings: LlamaSettings, model: Any, planned: MemoryPlan) -> Any:
     threads = settings.threads or min(THREADS_MAX, len(os.sched_getaffinity(0)))
     parameters = llama.llama_context_default_params()
-    parameters.n_ctx = _n_ctx(settings, model, header, devices, slots)
-    parameters.n_batch = n_batch
-    parameters.n_ubatch = max(outputs, min(UBATCH_TOKENS, n_batch))
-    parameters.n_seq_max = slots
-    parameters.n_outputs_max = outputs
+    parameters.n_ctx = planned.n_ctx
+    parameters.n_batch = planned.n_batch
+    parameters.n_ubatch = planned.n_ubatch
+    parameters.n_seq_max = planned.slots
+    parameters.n_outputs_max = planned.slots + settings.draft_tokens
     parameters.n_threads = threads
     parameters.n_threads_batch = threads
     parameters.flash_attn_type = _FLASH[settings.flash_attn]
-    parameters.type_k = _KV_TYPES[settings.type_k][0]
-    parameters.type_v = _KV_TYPES[settings.type_v][0]
+    parameters.type_k = _KV_TYPES[settings.type_k]
+    parameters.type_v = _KV_TYPES[settings.type_v]
     parameters.kv_unified = True  # prefill and decode in one pass over the weights, whatever the lengths
     parameters.no_perf = True
     return llama.llama_init_from_model(model, parameters)
-
-
-def _n_ctx(settings: LlamaSettings, model: Any, header: Header, devices: list[Device], slots: int) -> int:
-    """The KV cache's size in tokens: as asked for, else `SLOT_CTX_TOKENS` a slot within the free memory.
-
-    Raises ModelError(model_too_large) rather than let the system end the process for want of memory.
-    """
-    token_bytes = _kv_token_bytes(settings, model, header)
-    free = sum(device.free_bytes for device in devices) if devices else _free_memory_bytes()
-    if settings.n_ctx is not None:
-        needed = settings.n_ctx * token_bytes
-        if needed > free:
-            raise ModelError(
-                f"the KV cache of n_ctx = {settings.n_ctx:,} needs {needed / GIB:,.1f} GiB; {free / GIB:,.1f} are free",
-                code="model_too_large",
-            )
-        return settings.n_ctx
-    train_ctx = llama.llama_model_n_ctx_train(model) or CTX_MIN_TOKENS
-    wanted = slots * min(train_ctx, SLOT_CTX_TOKENS)
-    affordable = int(max(0, free - (0 if devices else header.size_bytes)) * KV_MEMORY_SHARE / max(1.0, token_bytes))
-    return max(CTX_MIN_TOKENS, min(wanted, affordable) // CTX_MIN_TOKENS * CTX_MIN_TOKENS)
-
-
-def _kv_token_bytes(settings: LlamaSettings, model: Any, header: Header) -> float:
-    """Bytes of keys and values of one token in all layers."""
-    heads = max(1, llama.llama_model_n_head(model))
-    head_size = llama.llama_model_n_embd(model) // heads
-    key_size, value_size = (header.own(f"attention.{part}_length", head_size) for part in ("key", "value"))
-    width = key_size * _KV_TYPES[settings.type_k][1] + value_size * _KV_TYPES[settings.type_v][1]
-    return float(llama.llama_model_n_layer(model) * max(1, llama.llama_model_n_head_kv(model)) * width)
 
 
 def _free_memory_bytes() -> int:
