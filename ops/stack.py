@@ -18,7 +18,7 @@ from arriero.ops import child, wiring
 from arriero.ops.crashes import publish
 from arriero.ops.settings import Settings, writable
 from arriero.ops.signals import StopRequest, stop_signals
-from arriero.ops.supervisor import Child, Supervisor
+from arriero.ops.supervisor import Child, ChildSpec, Supervisor
 from arriero.schemas.clock import SystemClock, system_random
 from arriero.schemas.errors import BusUnavailable, LogUnavailable, SetupError
 
@@ -61,14 +61,15 @@ def _pid(lock: IO[str]) -> str:
 
 async def run_roles(
     settings: Settings,
-    roles: Sequence[str],
+    roles: Sequence[str | ChildSpec],
     *,
     log_folder: bool,
     tell: Callable[[str], None] = lambda sentence: None,
     changed: Callable[[Child], None] = lambda child: None,
     beside: Callable[[Supervisor, StopRequest], asyncio.Task[None] | None] = lambda supervisor, request: None,
 ) -> None:
-    """Run these roles supervised until Ctrl-C or SIGTERM. `beside` may start a task that lives as long.
+    """Run these roles (or children, as they are) supervised until Ctrl-C or SIGTERM. `beside` may start a task that
+    lives as long.
 
     Log and bus are waited for as long as the settings say; `tell` is told of it. Raises LogUnavailable, BusUnavailable,
     TopicFault when they are not there by then (later their absence is waited out), SetupError with a child's own
@@ -76,7 +77,7 @@ async def run_roles(
     """
     if log_folder:
         writable(settings.data / "logs")
-    specs = [child.spec(role, settings, log_folder=log_folder) for role in roles]
+    specs = [child.spec(role, settings, log_folder=log_folder) if isinstance(role, str) else role for role in roles]
     supervisor = Supervisor(
         specs,
         clock=SystemClock(),

@@ -6,9 +6,9 @@
     jobs.py       submit, stream, status, history, cancel
     batch.py      batch
     models.py     models list, fetch, inspect
-    operate.py    replay, demo
+    operate.py    replay, devices, demo
     audit.py      audit
-    bench.py      bench engine, fleet, queue
+    bench.py      bench engine, fleet, queue, schedule
     chaos.py      chaos run, report
     simulate.py   simulate
     options.py    flags that several of them share
@@ -40,10 +40,11 @@ COMMANDS: Final = {
     "relay": ("serve", "Run the relay: retries go back into the queue when they are due."),
     "gateway": ("serve", "Run the HTTP gateway."),
     "dead": ("dead", "List, show and replay jobs that were given up."),
+    "devices": ("operate", "List what models can run on, with its memory."),
     "replay": ("operate", "Rebuild all job states from the log."),
     "audit": ("audit", "Count from the log whether every promise holds."),
     "demo": ("operate", "Watch a handful of prompts go through a stack of their own."),
-    "bench": ("bench", "Measure the engine, the whole fleet, or the queue."),
+    "bench": ("bench", "Measure the engine, the whole fleet, the queue or the scheduler."),
     "simulate": ("simulate", "Run the fleet in virtual time, broken by faults that a seed draws."),
     "chaos": ("chaos", "Break a fleet on purpose, and count what that costs."),
 }

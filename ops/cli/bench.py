@@ -11,10 +11,11 @@ import msgspec
 from rich.console import Console
 
 from arriero.ops import models
-from arriero.ops.bench.engine import EngineBenchOptions, engine_command
+from arriero.ops.bench.engine import EngineBenchOptions
 from arriero.ops.bench.fleet import AGAINST, Base, print_fleet_bench, run_fleet_bench
 from arriero.ops.bench.queue import QueueBenchOptions, print_queue_bench, run_queue_bench
 from arriero.ops.bench.schedule import ScheduleBenchOptions, StepCost, print_schedule_bench, run_schedule_bench
+from arriero.ops.cli.bench_engine import engine_command
 from arriero.ops.logging import configure
 from arriero.schemas.errors import SetupError
 

@@ -1,4 +1,4 @@
-"""replay, demo."""
+"""replay, devices, demo."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import asyncio
 from typing import Any
 
 import click
+import msgspec
+from rich.console import Console
+from rich.table import Table
 
 from arriero.ops import wiring
 from arriero.ops.cli import options
@@ -29,6 +32,27 @@ def replay(**flags: Any) -> None:
 
     asyncio.run(forget())
     click.echo("projectors begin again at the log's start")
+
+
+@click.command()
+@options.as_json
+def devices(as_json: bool) -> None:
+    """List what models can run on: this machine's cores and GPUs, with their memory."""
+    from arriero.ops.devices import take_inventory
+
+    found = take_inventory()
+    if as_json:
+        click.echo(msgspec.json.encode(found))
+        return
+    table = Table("device", "what", "free", "of", box=None)
+    for device in (found.cpu, *found.gpus):
+        what = device.description if device is not found.cpu else f"{device.description}, {found.cores} cores"
+        table.add_row(
+            device.name, what, *(f"{size / 2**30:,.1f} GiB" for size in (device.free_bytes, device.total_bytes))
+        )
+    Console(soft_wrap=True).print(table)
+    if not found.offload:
+        click.echo("llama.cpp was built without GPU support here; with an NVIDIA GPU and its CUDA toolkit: make setup")
 
 
 @click.command()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from typing import Any, Final
 
 import click
@@ -14,10 +15,11 @@ from rich.text import Text
 
 from arriero.ops import stack
 from arriero.ops.cli import options
+from arriero.ops.devices import take_inventory, worker_per_gpu
 from arriero.ops.logging import configure
 from arriero.ops.settings import Settings, writable
 from arriero.ops.signals import StopRequest
-from arriero.ops.supervisor import Child, Supervisor
+from arriero.ops.supervisor import Child, ChildSpec, Supervisor
 from arriero.ops.wiring import need
 
 STATUS_EVERY_S = 1.0
@@ -57,16 +59,21 @@ def up(**flags: Any) -> None:
 @options.server
 @options.worker
 @options.metrics
-def worker(**flags: Any) -> None:
+@click.option(
+    "--per-gpu", is_flag=True, help="One for each GPU, which sees no other; ports of metrics follow each other."
+)
+def worker(per_gpu: bool, **flags: Any) -> None:
     """Run one worker: a supervisor and its child, restarted when it dies.
 
     A pool grows by starting more of these, up to the partitions of its topics. SIGTERM or Ctrl-C: no more jobs are
-    taken, those that run get --grace seconds to end, the rest is left to other workers.
+    taken, those that run get --grace seconds to end, the rest is left to other workers. With --per-gpu their metrics are at
+    --metrics-port and the ports that follow.
 
     \b
         arriero worker --kafka host:9092 --redis redis://host:6379 --model mine.gguf
+        arriero worker --per-gpu --metrics-port 9100 ...
     """
-    _run_one("worker", flags)
+    _run_one("worker", flags, per_gpu=per_gpu)
 
 
 @click.command()
@@ -101,15 +108,18 @@ def gateway(**flags: Any) -> None:
     _run_one("gateway", flags)
 
 
-def _run_one(role: str, flags: dict[str, Any]) -> None:
+def _run_one(role: str, flags: dict[str, Any], *, per_gpu: bool = False) -> None:
     settings = options.make_settings(flags)
     configure(as_json=settings.log_json, debug=settings.debug)
     need(*_PARTS[role])
     if role == "worker":
         _find_model(settings)
+    roles: list[str | ChildSpec] = [role]
+    if per_gpu:
+        roles = [*worker_per_gpu(settings, len(take_inventory().gpus), os.environ)]
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     tell = _Teller(console)
-    asyncio.run(stack.run_roles(settings, [role], log_folder=False, tell=tell, changed=tell.restarts))
+    asyncio.run(stack.run_roles(settings, roles, log_folder=False, tell=tell, changed=tell.restarts))
 
 
 _PARTS: Final = {

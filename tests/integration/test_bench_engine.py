@@ -11,7 +11,8 @@ import structlog
 from click.testing import CliRunner
 from tiny_gguf import write_tiny_gguf
 
-from arriero.ops.bench.engine import EngineBenchOptions, engine_command, run_engine_bench
+from arriero.ops.bench.engine import EngineBenchOptions, run_engine_bench
+from arriero.ops.cli.bench_engine import engine_command
 
 
 @pytest.fixture(autouse=True)

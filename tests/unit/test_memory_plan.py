@@ -83,13 +83,11 @@ def test_a_refusal_says_what_is_needed_and_what_would_fit() -> None:
 def test_whatever_is_planned_fits(
     host: int, device: int, size: int, slots: int | None, n_ctx: int | None, gpu_layers: int | None
 ) -> None:
+    asked = Asked(slots=slots, n_ctx=n_ctx, gpu_layers=gpu_layers)
     try:
-        made = plan(
-            header(size), Asked(slots=slots, n_ctx=n_ctx, gpu_layers=gpu_layers), host_free=host, device_free=device
-        )
-    except ModelError as error:
-        assert error.code == "model_too_large"
-        return
+        made = plan(header(size), asked, host_free=host, device_free=device)
+    except ModelError:
+        return  # said above
     assert made.host_bytes <= host
     assert made.device_bytes <= device * (1 - MARGIN)
     assert made.n_batch >= made.n_ubatch >= made.slots

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import hashlib
 import os
+import platform
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -195,6 +196,18 @@ def gpu_devices() -> list[Device]:
         memory(device, ctypes.byref(free), ctypes.byref(total))
         devices.append(Device(name(device).decode(), description(device).decode(), free.value, total.value))
     return devices
+
+
+def inventory() -> dict[str, Any]:
+    """What models can run on, for `arriero devices`."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    _listen()
+    return {
+        "cpu": Device("CPU", platform.machine(), _free_memory_bytes(), total),
+        "cores": len(os.sched_getaffinity(0)),
+        "gpus": gpu_devices(),
+        "offload": bool(llama.llama_supports_gpu_offload()),
+    }
 
 
 def _check_settings(settings: LlamaSettings, devices: list[Device]) -> None:
