@@ -101,11 +101,21 @@ class Pace:
 
     def __init__(self) -> None:
         self._token_s = STREAM_S / 64  # a guess for the first step: quick enough anywhere, and soon corrected
+        self._decode_s = 0.0
+        """A step that only decodes, and for how many sequences that was."""
+        self._decoding = 0
 
     def observe(self, prefill_tokens: int, decode_tokens: int, took_s: float) -> None:
-        """Take in a step. Steps that mostly decode say nothing: their time is the model's weights, not the tokens."""
-        if prefill_tokens >= max(CHUNK_MIN_TOKENS, decode_tokens):
-            token_s = took_s / (prefill_tokens + decode_tokens)
+        """Take in a step. Beside decode tokens a prompt token costs what it adds to a step without it: else small
+        chunks would look dear, for each step reads the model's weights once, and become smaller still."""
+        if not prefill_tokens:
+            same = abs(decode_tokens - self._decoding) <= 1
+            self._decode_s += (took_s - self._decode_s) / (4 if same else 1)
+            self._decoding = decode_tokens
+        elif prefill_tokens >= CHUNK_MIN_TOKENS:
+            known = self._decode_s * min(1.0, decode_tokens / self._decoding) if self._decoding else 0.0
+            even_s = took_s / (prefill_tokens + decode_tokens)
+            token_s = max((took_s - known) / prefill_tokens, even_s / 4) if known else even_s
             self._token_s += (token_s - self._token_s) / 2
 
     def fits(self, span_s: float) -> int:
@@ -339,12 +349,13 @@ class Scheduler:
         return picked
 
     def _observe(self, plan: Plan, outcome: StepOutcome) -> None:
-        if plan.prefill_tokens:
-            self._pace.observe(plan.prefill_tokens, plan.decode_tokens, outcome.decode_s)
-        elif plan.draft_tokens:
-            self._balance.guessed(plan.decode_tokens, plan.accepted_tokens, outcome.decode_s + outcome.sample_s)
-        else:
-            self._balance.plain(plan.decode_tokens, outcome.decode_s + outcome.sample_s)
+        took_s = outcome.decode_s + outcome.sample_s
+        if plan.draft_tokens:
+            self._balance.guessed(plan.decode_tokens, plan.accepted_tokens, took_s)
+            return
+        self._pace.observe(plan.prefill_tokens, plan.decode_tokens, outcome.decode_s)
+        if not plan.prefill_tokens:
+            self._balance.plain(plan.decode_tokens, took_s)
 
     def finish(self, key: int, *, retain: bool = True) -> int:
         """Forget a sequence that has ended; returns the slot it held, -1 for none. With `retain` its cells stay for
@@ -560,7 +571,10 @@ class Scheduler:
         plan.decode_tokens = len(feeds)
         room = self.limits.n_batch - len(feeds)
         idle = min(room, self._pace.fits(IDLE_S))
-        beside = min(idle, self.limits.chunk_tokens, self._pace.fits(STREAM_S))
+        # What holds streams up brings prompts on: where more sequences wait for their first token than for their next,
+        # as when a batch comes in at once, the chunk grows with that ratio.
+        more = max(1.0, len(prefills) / max(1, len(feeds)))
+        beside = min(idle, int(self.limits.chunk_tokens * more), self._pace.fits(STREAM_S * more))
         streams = min((one.level for one in self._running.values() if one.done >= one.prefill), default=len(CLASSES))
         leaders: list[_Sequence] = []
         for sequence in sorted(prefills, key=lambda one: (one.level, one.ticket.rank)):

@@ -66,8 +66,9 @@ def worker(per_gpu: bool, **flags: Any) -> None:
     """Run one worker: a supervisor and its child, restarted when it dies.
 
     A pool grows by starting more of these, up to the partitions of its topics. SIGTERM or Ctrl-C: no more jobs are
-    taken, those that run get --grace seconds to end, the rest is left to other workers. With --per-gpu their metrics are
-    at --metrics-port and the ports that follow.
+    taken, those that run get --grace seconds to end, the rest is left to other workers.
+
+    With --per-gpu their metrics are at --metrics-port and the ports that follow.
 
     \b
         arriero worker --kafka host:9092 --redis redis://host:6379 --model mine.gguf

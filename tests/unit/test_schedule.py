@@ -80,14 +80,14 @@ def test_without_running_streams_a_prompt_may_fill_the_batch() -> None:
     assert len(run(scheduler).step.feeds[0].tokens) == 16
 
 
-def steps_of(scheduler: Scheduler, token_s: float, count: int) -> list[int]:
-    """Prompt tokens of the next steps on a machine that takes `token_s` for each token."""
+def steps_of(scheduler: Scheduler, token_s: float, count: int, step_s: float = 0.0) -> list[int]:
+    """Prompt tokens of the next steps on a machine that takes `token_s` for each token, and `step_s` for each step."""
     sizes = []
     for _ in range(count):
         plan = scheduler.plan(0.0)
         picks = [Pick(feed.slot, 7) for feed in plan.step.feeds if feed.pick]
         tokens = plan.prefill_tokens + plan.decode_tokens
-        scheduler.apply(StepOutcome(picks, decode_s=token_s * tokens))
+        scheduler.apply(StepOutcome(picks, decode_s=step_s + token_s * tokens))
         sizes.append(plan.prefill_tokens)
     return sizes
 
@@ -100,6 +100,23 @@ def test_chunks_beside_streams_keep_to_a_span_of_time(token_s: float, chunk: int
     scheduler.add(work(2, prompt=9_000))
     sizes = steps_of(scheduler, token_s, 12)
     assert sizes[-1] == pytest.approx(chunk, rel=0.1)
+
+
+def test_what_a_step_takes_anyway_does_not_make_chunks_smaller() -> None:
+    scheduler = Scheduler(Limits(slots=2, n_ctx=20_000, n_ctx_sequence=10_000, n_batch=512))
+    scheduler.add(work(1, prompt=4, max_tokens=1_000))
+    steps_of(scheduler, 0.002, 20, step_s=0.2)
+    scheduler.add(work(2, prompt=9_000))
+    assert steps_of(scheduler, 0.002, 20, step_s=0.2)[-1] == pytest.approx(125, rel=0.1)
+
+
+def test_a_batch_that_comes_in_at_once_is_prefilled_in_larger_chunks() -> None:
+    scheduler = Scheduler(Limits(slots=8, n_ctx=20_000, n_ctx_sequence=10_000, n_batch=512))
+    scheduler.add(work(0, prompt=4, max_tokens=1_000))
+    steps_of(scheduler, 0.004, 10)
+    for key in range(1, 5):
+        scheduler.add(work(key, prompt=[key] * 1_000))
+    assert steps_of(scheduler, 0.004, 2)[-1] == pytest.approx(250, rel=0.1)
 
 
 def test_a_prompt_alone_may_take_longer_steps_but_not_endless_ones() -> None:
@@ -451,7 +468,8 @@ class Machine(RuleBasedStateMachine):
         streams, prompts = feeds[: plan.decode_tokens], feeds[plan.decode_tokens :]
         most_urgent = min((self._level(feed) for feed in streams), default=len(CLASSES))
         held = [feed for feed in prompts if self._level(feed) >= most_urgent]
-        assert sum(len(feed.tokens) for feed in held) <= self.limits.chunk_tokens
+        more = max(1.0, self.scheduler.running / max(1, len(streams)) - 1)
+        assert sum(len(feed.tokens) for feed in held) <= self.limits.chunk_tokens * more
         if full_cache and len(feeds) > 1:
             vacated = self.scheduler.shed()
             assert vacated is not None
