@@ -49,6 +49,9 @@ STREAM_S: Final = 0.25
 """What a new prompt may add to the running streams' wait for their next token."""
 IDLE_S: Final = 1.0
 """The longest step when nothing decodes: commands are heard between steps only."""
+FIRST_TOKEN_WEIGHT: Final = 4
+"""How many streams that wait for their next token one more prompt outweighs, up to steps of `IDLE_S`. A single prompt
+outweighs none, however long it is."""
 CHUNK_MIN_TOKENS: Final = 8
 """So that a prompt gets on however slow the machine is."""
 ALONE_WAIT_S: Final = 2.0
@@ -571,9 +574,9 @@ class Scheduler:
         plan.decode_tokens = len(feeds)
         room = self.limits.n_batch - len(feeds)
         idle = min(room, self._pace.fits(IDLE_S))
-        # What holds streams up brings prompts on: where more sequences wait for their first token than for their next,
-        # as when a batch comes in at once, the chunk grows with that ratio.
-        more = max(1.0, len(prefills) / max(1, len(feeds)))
+        # What holds streams up brings prompts on: where many wait for their first token and few for their next, as when
+        # a batch comes in at once, the chunk grows.
+        more = max(1.0, FIRST_TOKEN_WEIGHT * (len(prefills) - 1) / max(1, len(feeds)))
         beside = min(idle, int(self.limits.chunk_tokens * more), self._pace.fits(STREAM_S * more))
         streams = min((one.level for one in self._running.values() if one.done >= one.prefill), default=len(CLASSES))
         leaders: list[_Sequence] = []

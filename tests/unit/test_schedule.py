@@ -16,7 +16,7 @@ from arriero.schemas.job import CLASSES, Sampling
 from arriero.schemas.token import Token
 from arriero.workers.engine.seam import TO_THE_END, Feed, Move, Pick, StepOutcome, Work
 from arriero.workers.fair import AGING_S
-from arriero.workers.schedule import ALONE_TOKENS, ALONE_WAIT_S, Limits, Picked, Plan, Scheduler
+from arriero.workers.schedule import ALONE_TOKENS, ALONE_WAIT_S, FIRST_TOKEN_WEIGHT, Limits, Picked, Plan, Scheduler
 
 LIMITS = Limits(slots=3, n_ctx=60, n_ctx_sequence=40, n_batch=16, chunk_tokens=4)
 
@@ -114,7 +114,7 @@ def test_a_batch_that_comes_in_at_once_is_prefilled_in_larger_chunks() -> None:
     scheduler = Scheduler(Limits(slots=8, n_ctx=20_000, n_ctx_sequence=10_000, n_batch=512))
     scheduler.add(work(0, prompt=4, max_tokens=1_000))
     steps_of(scheduler, 0.004, 10)
-    for key in range(1, 5):
+    for key in range(1, 3):
         scheduler.add(work(key, prompt=[key] * 1_000))
     assert steps_of(scheduler, 0.004, 2)[-1] == pytest.approx(250, rel=0.1)
 
@@ -468,7 +468,8 @@ class Machine(RuleBasedStateMachine):
         streams, prompts = feeds[: plan.decode_tokens], feeds[plan.decode_tokens :]
         most_urgent = min((self._level(feed) for feed in streams), default=len(CLASSES))
         held = [feed for feed in prompts if self._level(feed) >= most_urgent]
-        more = max(1.0, self.scheduler.running / max(1, len(streams)) - 1)
+        waiting = self.scheduler.running - len(streams)
+        more = max(1.0, FIRST_TOKEN_WEIGHT * (waiting - 1) / max(1, len(streams)))
         assert sum(len(feed.tokens) for feed in held) <= self.limits.chunk_tokens * more
         if full_cache and len(feeds) > 1:
             vacated = self.scheduler.shed()
