@@ -47,9 +47,9 @@ CHUNK_TOKENS: Final = 256
 """Most prompt tokens that a step carries beside running streams. Fewer make streams steadier and prompts slower."""
 STREAM_S: Final = 0.25
 """What a new prompt may add to the running streams' wait for their next token."""
-IDLE_S: Final = 1.0
+IDLE_S: Final = 1.5
 """The longest step when nothing decodes: commands are heard between steps only."""
-FIRST_TOKEN_WEIGHT: Final = 4
+FIRST_TOKEN_WEIGHT: Final = 16
 """How many streams that wait for their next token one more prompt outweighs, up to steps of `IDLE_S`. A single prompt
 outweighs none, however long it is."""
 CHUNK_MIN_TOKENS: Final = 8

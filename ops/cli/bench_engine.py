@@ -15,7 +15,7 @@ import structlog
 from click.core import ParameterSource
 from rich.console import Console
 
-from arriero.ops import models
+from arriero.ops import models, wiring
 from arriero.ops.bench.engine import EngineBenchOptions, print_engine_bench, run_engine_bench
 from arriero.schemas.errors import ArrieroError
 from arriero.workers.schedule import CHUNK_TOKENS
@@ -91,7 +91,8 @@ def engine_command(
     _refuse(ctx, _OF_WORKLOADS if against else _OF_AGAINST, "goes only without" if against else "needs")
     try:
         if against:
-            # Here, for it needs the worker's extra.
+            wiring.need("worker", "llama_cpp")
+            wiring.need("gateway", "aiohttp")
             from arriero.ops.bench.against import AgainstOptions, bench_against
 
             shared = {name: fields[name] for name in ("model", "cache", "slots", "threads")}

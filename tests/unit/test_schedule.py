@@ -16,7 +16,16 @@ from arriero.schemas.job import CLASSES, Sampling
 from arriero.schemas.token import Token
 from arriero.workers.engine.seam import TO_THE_END, Feed, Move, Pick, StepOutcome, Work
 from arriero.workers.fair import AGING_S
-from arriero.workers.schedule import ALONE_TOKENS, ALONE_WAIT_S, FIRST_TOKEN_WEIGHT, Limits, Picked, Plan, Scheduler
+from arriero.workers.schedule import (
+    ALONE_TOKENS,
+    ALONE_WAIT_S,
+    FIRST_TOKEN_WEIGHT,
+    IDLE_S,
+    Limits,
+    Picked,
+    Plan,
+    Scheduler,
+)
 
 LIMITS = Limits(slots=3, n_ctx=60, n_ctx_sequence=40, n_batch=16, chunk_tokens=4)
 
@@ -116,13 +125,13 @@ def test_a_batch_that_comes_in_at_once_is_prefilled_in_larger_chunks() -> None:
     steps_of(scheduler, 0.004, 10)
     for key in range(1, 3):
         scheduler.add(work(key, prompt=[key] * 1_000))
-    assert steps_of(scheduler, 0.004, 2)[-1] == pytest.approx(250, rel=0.1)
+    assert steps_of(scheduler, 0.004, 2)[-1] == pytest.approx(IDLE_S / 0.004, rel=0.1)
 
 
 def test_a_prompt_alone_may_take_longer_steps_but_not_endless_ones() -> None:
     scheduler = Scheduler(Limits(slots=2, n_ctx=20_000, n_ctx_sequence=10_000, n_batch=512))
     scheduler.add(work(1, prompt=9_000))
-    assert steps_of(scheduler, 0.01, 12)[-1] == pytest.approx(100, rel=0.1)
+    assert steps_of(scheduler, 0.01, 12)[-1] == pytest.approx(IDLE_S / 0.01, rel=0.1)
 
 
 def test_later_work_of_a_class_does_not_slip_past_its_head() -> None:
